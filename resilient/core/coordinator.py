@@ -1,0 +1,401 @@
+"""The leader's decisions: who is in the next generation, and what is done to get there.
+
+One pure function, `step(state, event, now_s) -> Decision`. The agent is its shell: it feeds what it
+sees and carries out what comes back. `TABLE` says which handler looks at which event in which
+phase, every cell of it; a handler records what the event proves and reacts where the reaction does
+not depend on others. What depends on everybody ("all ranks have reported", "a replacement is there for
+every hole", "the bound is over") is decided in transitions.py, after every event.
+
+    FORMING ──► RESTORING ──► RUNNING ──► CLOSED
+                 ▲     │         │
+                 │     └──► STOPPING ◄┘
+                 └─ COLLECTING ◄┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from resilient.core import events as ev
+from resilient.core.events import Decision, Event
+from resilient.core.model import (
+    Config,
+    FaultKind,
+    Outcome,
+    Phase,
+    State,
+    Status,
+    WorkerState,
+)
+from resilient.core.move import INSIDE, Move, describe_status
+from resilient.core.policy import root_cause
+from resilient.core.transitions import (
+    SIGKILL_STATUS,
+    abort,
+    advance,
+    close,
+    count,
+    end,
+    exclude,
+    refill_spares,
+    terminate_group,
+)
+
+
+def initial(config: Config) -> State:
+    """The state before anything has happened.
+
+    Raises:
+        ConfigError: config is out of range, or its bounds are not ordered.
+    """
+    config.check()
+    return State(config)
+
+
+def step(state: State, event: Event, now_s: float) -> Decision:
+    """What the event changes and what is to be done about it.
+
+    Args:
+        now_s: the caller's monotonic clock; never goes back.
+    Returns:
+        Effects in order: PublishPlan before its StartGeneration, DumpStacks before the abort.
+        After Finish nothing more is decided.
+    """
+    if state.finished:
+        return Decision(state, reason="the job has ended")
+    move = Move(state, now_s)
+    TABLE[type(event)][state.phase](move, event)
+    advance(move)
+    return Decision(
+        move.state, tuple(move.effects), move.state.deadline_s, "; ".join(move.reasons) or "noted"
+    )
+
+
+Handler = Callable[[Move, Any], None]
+
+
+def _ignore(move: Move, event: Event) -> None:
+    """Changes nothing: stale, or of no consequence in this phase."""
+
+
+# ---------------------------------------------------------------- nodes, stores, clocks
+
+
+def _node_joined(move: Move, event: ev.NodeJoined) -> None:
+    move.set(nodes={**move.state.nodes, event.node: event.num_slots})
+    if move.state.phase is Phase.FORMING and move.state.plan is None:
+        move.do(ev.OpenStore(move.state.num_restarts))
+        move.why(f"node {event.node} joined with {event.num_slots} slots")
+
+
+def _node_left(move: Move, event: ev.NodeLeft) -> None:
+    move.set(nodes={n: slots for n, slots in move.state.nodes.items() if n != event.node})
+    lost = [w for w in sorted(move.state.workers) if w.node == event.node]
+    for worker in lost:
+        if move.member(worker) and move.state.phase is not Phase.CLOSED:
+            move.fault(FaultKind.NODE_LOST, worker, move.state.committed_step, note=event.note)
+        move.drop(worker)
+    if move.state.phase in (Phase.RUNNING, Phase.RESTORING) and lost:
+        abort(move, f"node {event.node} is lost")
+
+
+def _store_opened(move: Move, event: ev.StoreOpened) -> None:
+    stores = {**move.state.stores, event.generation: (event.host, event.port)}
+    move.set(stores=stores)
+
+
+def _pace(move: Move, event: ev.PaceMeasured) -> None:
+    move.set(usual_step_s=event.usual_step_s)
+
+
+def _persisted(move: Move, event: ev.Persisted) -> None:
+    move.know(persisted_step=event.step)
+    if move.state.persisting == event.worker:
+        move.set(persisting=None)
+        assert move.state.outcome is not None
+        how = f"step {event.step} is on disk" if event.step is not None else event.note
+        close(move, move.state.outcome, f"{move.state.outcome_reason}; {how}")
+
+
+def _health(move: Move, event: ev.HealthCheckFailed) -> None:
+    if event.slot in move.state.excluded:
+        return
+    move.set(excluded=move.state.excluded | {event.slot})
+    move.do(ev.ExcludeSlot(event.slot, event.note))
+    if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
+        abort(move, f"slot {event.slot} excluded: {event.note}")
+
+
+# ---------------------------------------------------------------- workers that are well
+
+
+def _ready(move: Move, event: ev.WorkerReady) -> None:
+    if move.worker(event.worker) is None:
+        return
+    move.know(persisted_step=event.persisted_step)
+    move.change(event.worker, status=Status.READY)
+    if move.state.phase is Phase.FORMING and not move.state.decorated:
+        move.set(decorated=True)
+        move.why("the script is decorated")
+
+
+def _joined(move: Move, event: ev.WorkerJoined) -> None:
+    known = move.worker(event.worker)
+    if known and move.current(event.generation) and known.status is Status.ENTERED:
+        move.change(event.worker, status=Status.JOINED)
+
+
+def _restored(move: Move, event: ev.WorkerRestored) -> None:
+    known = move.worker(event.worker)
+    if known and move.current(event.generation) and known.status in INSIDE:
+        move.change(event.worker, status=Status.RESTORED)
+
+
+def _stepped(move: Move, event: ev.WorkerStepped) -> None:
+    if not move.current(event.generation):
+        return
+    move.know(event.step)
+    if not move.state.stepped:
+        newer = frozenset(key for key in move.state.errors_seen if key[0] >= event.step)
+        move.set(stepped=True, num_barren=0, deaths={}, errors_seen=newer)
+        move.why(f"step {event.step - 1} is the first one committed in this generation")
+
+
+def _finished(move: Move, event: ev.WorkerFinished) -> None:
+    known = move.worker(event.worker)
+    if known is None or not move.current(event.generation) or known.status not in INSIDE:
+        return
+    move.know(event.step, event.persisted_step)
+    move.change(event.worker, status=Status.FINISHED, holdings=event.holdings)
+
+
+# ---------------------------------------------------------------- workers that are not
+
+
+def _left(move: Move, event: ev.WorkerInterrupted | ev.WorkerFailed) -> bool:
+    """Records that a worker has left the current generation; False when that is old news."""
+    known = move.worker(event.worker)
+    if known is None or not move.current(event.generation) or known.status not in INSIDE:
+        return False
+    move.know(event.step, event.persisted_step)
+    move.change(event.worker, status=Status.READY, holdings=event.holdings)
+    return True
+
+
+def _interrupted(move: Move, event: ev.WorkerInterrupted) -> None:
+    if _left(move, event) and move.state.phase in (Phase.RUNNING, Phase.RESTORING):
+        abort(move, f"{event.worker} left its generation")
+
+
+def _failed(move: Move, event: ev.WorkerFailed) -> None:
+    if not _left(move, event):
+        return
+    kind = FaultKind.COLLECTIVE if event.in_collective else FaultKind.RAISED
+    move.fault(kind, event.worker, event.step, error=event.error)
+    if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
+        abort(move, f"rank {move.rank(event.worker)}: {event.error.type_name}")
+
+
+def _exited(move: Move, event: ev.WorkerExited) -> None:
+    """In RUNNING, RESTORING, STOPPING and COLLECTING."""
+    known = move.worker(event.worker)
+    if known is None:
+        return
+    move.know(event.step, event.persisted_step)
+    member = move.member(event.worker)
+    if member is None:
+        _lose_extra(move, event, known)
+        return
+    if not known.killed:
+        move.fault(
+            FaultKind.DIED,
+            event.worker,
+            event.step,
+            began_s=event.began_s,
+            status=event.status,
+            note=event.note,
+            error=event.error,
+        )
+    move.drop(event.worker)
+    phase = move.state.phase
+    if phase in (Phase.RUNNING, Phase.RESTORING):
+        abort(move, f"rank {member.rank} {describe_status(event.status)}")
+    elif phase is Phase.COLLECTING and not known.killed:
+        count(move, move.state.faults[-1:])
+        move.set(root_cause=move.state.root_cause or root_cause(move.state.faults))
+
+
+def _lose_extra(move: Move, event: ev.WorkerExited, known: WorkerState) -> None:
+    """A spare, or a replacement that has no rank yet, is gone: a line in the log, and another."""
+    move.drop(event.worker)
+    if known.killed:
+        return
+    move.why(f"{event.worker} without a rank {describe_status(event.status)}")
+    if known.slot is None:
+        move.set(num_spare_deaths=move.state.num_spare_deaths + 1)
+        if move.state.phase is Phase.RUNNING:
+            refill_spares(move)
+    else:
+        deaths = {**move.state.deaths, known.slot: move.state.deaths.get(known.slot, 0) + 1}
+        move.set(deaths=deaths)
+        if deaths[known.slot] >= move.state.config.max_deaths_per_slot:
+            exclude(move, [known.slot])
+
+
+def _exited_forming(move: Move, event: ev.WorkerExited) -> None:
+    known = move.worker(event.worker)
+    if known is None:
+        return
+    move.know(event.step, event.persisted_step)
+    if move.member(event.worker) is None:
+        _lose_extra(move, event, known)
+        return
+    if known.killed or (event.status == 0 and not move.state.decorated):
+        move.drop(event.worker)
+        return
+    move.fault(
+        FaultKind.DIED,
+        event.worker,
+        event.step,
+        began_s=event.began_s,
+        status=event.status,
+        note=event.note,
+        error=event.error,
+    )
+    move.set(root_cause=root_cause(move.state.faults))
+    move.drop(event.worker)
+    if move.state.decorated:
+        count(move, move.state.faults[-1:])
+        if event.status == 0:
+            move.why("exit code 0 before main() was called is a failure")
+    else:
+        rank = move.state.faults[-1].rank
+        terminate_group(move, 15, f"rank {rank} {describe_status(event.status)}")
+
+
+def _exited_closed(move: Move, event: ev.WorkerExited) -> None:
+    known = move.worker(event.worker)
+    if known is None:
+        return
+    member = move.member(event.worker)
+    move.drop(event.worker)
+    failed = event.status != 0 and not known.killed and member is not None
+    if failed and move.state.outcome is Outcome.DONE:
+        move.fault(
+            FaultKind.DIED,
+            event.worker,
+            event.step,
+            status=event.status,
+            note="after main() had returned",
+            error=event.error,
+        )
+        move.set(outcome=Outcome.SCRIPT_FAILED, root_cause=move.state.faults[-1])
+
+
+def _hung(move: Move, event: ev.WorkersHung) -> None:
+    if not move.current(event.generation) or not event.workers:
+        return
+    move.fault(FaultKind.HUNG, event.workers[0], event.step, began_s=event.began_s, note=event.note)
+    move.do(ev.DumpStacks(tuple(w for w in move.living() if move.member(w))))
+    abort(move, "no progress for the hang timeout")
+
+
+def _hung_forming(move: Move, event: ev.WorkersHung) -> None:
+    living = [w for w in event.workers if move.worker(w)]
+    if not move.current(event.generation) or not living:
+        return
+    move.fault(FaultKind.HUNG, living[0], 0, began_s=event.began_s, note=event.note)
+    move.set(root_cause=root_cause(move.state.faults))
+    move.do(ev.DumpStacks(tuple(living)))
+    if not move.state.decorated:
+        terminate_group(move, 15, "no progress for the hang timeout")
+        return
+    for worker in living:
+        move.kill(worker, "hung before it reached the decorator")
+        count(move, [replace(move.state.faults[-1], worker=worker, status=SIGKILL_STATUS)])
+
+
+# ---------------------------------------------------------------- asked to stop
+
+
+def _drain(move: Move, event: ev.DrainRequested) -> None:
+    if move.state.draining is not None and not event.force:
+        return
+    first = move.state.draining is None
+    if first:
+        move.set(draining=event.signum)
+    if event.force:
+        decorated = move.state.decorated
+        outcome = move.state.outcome or (Outcome.DRAINED if decorated else Outcome.SIGNALLED)
+        for worker in move.living():
+            move.kill(worker, "asked to stop twice")
+        move.set(outcome=outcome, persisting=None)
+        move.enter(Phase.CLOSED, move.state.config.kill_timeout_s)
+        move.why("asked to stop twice: killing everything")
+    elif move.state.phase is Phase.FORMING and move.state.decorated:
+        end(move, Outcome.DRAINED, f"asked to stop by signal {event.signum}")
+    elif move.state.phase is Phase.FORMING:
+        terminate_group(move, event.signum, f"asked to stop by signal {event.signum}")
+    elif move.state.phase in (Phase.RUNNING, Phase.RESTORING):
+        abort(move, f"asked to stop by signal {event.signum}")
+    elif move.state.phase is Phase.COLLECTING and move.state.outcome is None:
+        end(move, Outcome.DRAINED, f"asked to stop by signal {event.signum}")
+    elif move.state.phase is Phase.CLOSED and move.state.deadline_s is None:
+        for worker in move.living():
+            move.do(ev.TerminateWorker(worker, event.signum))
+        move.enter(Phase.CLOSED, move.state.config.grace_s)
+
+
+# ---------------------------------------------------------------- the table
+
+_ORDER = tuple(Phase)  # forming, running, stopping, collecting, restoring, closed
+
+
+def _row(*handlers: Handler) -> dict[Phase, Handler]:
+    assert len(handlers) == len(_ORDER)
+    return dict(zip(_ORDER, handlers, strict=True))
+
+
+def _always(handler: Handler) -> dict[Phase, Handler]:
+    return _row(*[handler] * len(_ORDER))
+
+
+_no: Handler = _ignore
+
+# fmt: off
+TABLE: dict[type[Any], dict[Phase, Handler]] = {
+    #   forming       running       stopping      collecting    restoring     closed
+    ev.NodeJoined: _row(
+        _node_joined, _node_joined, _node_joined, _node_joined, _node_joined, _no),
+    ev.NodeLeft: _always(_node_left),
+    ev.StoreOpened: _always(_store_opened),
+    ev.WorkerReady: _row(
+        _ready,       _ready,       _ready,       _ready,       _ready,       _no),
+    ev.WorkerJoined: _row(
+        _no,          _no,          _no,          _no,          _joined,      _no),
+    ev.WorkerRestored: _row(
+        _no,          _no,          _no,          _no,          _restored,    _no),
+    ev.WorkerStepped: _row(
+        _no,          _stepped,     _stepped,     _stepped,     _stepped,     _no),
+    ev.WorkerFinished: _row(
+        _no,          _finished,    _finished,    _no,          _finished,    _no),
+    ev.WorkerInterrupted: _row(
+        _no,          _interrupted, _interrupted, _no,          _interrupted, _no),
+    ev.WorkerFailed: _row(
+        _no,          _failed,      _failed,      _no,          _failed,      _no),
+    ev.WorkerExited: _row(
+        _exited_forming, _exited,   _exited,      _exited,      _exited,      _exited_closed),
+    ev.WorkersHung: _row(
+        _hung_forming, _hung,       _no,          _no,          _hung,        _no),
+    ev.WorkerSlow: _always(_no),
+    ev.PaceMeasured: _always(_pace),
+    ev.HealthCheckFailed: _row(
+        _health,      _health,      _health,      _health,      _health,      _no),
+    ev.Persisted: _row(
+        _no,          _no,          _no,          _persisted,   _no,          _no),
+    ev.DrainRequested: _always(_drain),
+    ev.TimePassed: _always(_no),
+}
+# fmt: on

@@ -1,0 +1,350 @@
+"""What depends on everybody: the transitions between phases, each in one place.
+
+`advance` runs after every event and takes every transition whose condition holds: all ranks have
+reported, a replacement is there for every hole, all are restored, a bound is over. Handlers of
+single events (coordinator.py) only record and, where it does not depend on others, react.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from resilient.core import events as ev
+from resilient.core.cut import find_cut
+from resilient.core.model import (
+    CutKind,
+    Fault,
+    FaultKind,
+    Member,
+    Outcome,
+    Phase,
+    Plan,
+    Slot,
+    Status,
+    Worker,
+    WorkerState,
+)
+from resilient.core.move import Move
+from resilient.core.policy import choose_members, count_deaths, judge
+
+MAX_SPARE_DEATHS = 3
+SIGKILL_STATUS = -9
+
+
+def terminate_group(move: Move, signum: int, reason: str) -> None:
+    """Unmodified script: every process is asked to end, killed when its grace is over."""
+    for worker in move.living():
+        move.do(ev.TerminateWorker(worker, signum))
+    move.enter(Phase.STOPPING, move.state.config.grace_s)
+    move.why(reason)
+
+
+def abort(move: Move, reason: str) -> None:
+    assert move.state.plan is not None
+    inside = tuple(move.inside())
+    if inside:
+        move.do(ev.AbortGeneration(move.state.plan.generation, inside, reason))
+    bound_s = max(move.state.config.interrupt_timeout_s, 3 * (move.state.usual_step_s or 0.0))
+    move.set(extended=False)
+    move.enter(Phase.STOPPING, bound_s)
+    move.why(reason)
+
+
+def count(move: Move, faults: Iterable[Fault]) -> None:
+    state, excluded = count_deaths(move.state, tuple(faults))
+    move.set(deaths=state.deaths)
+    exclude(move, excluded)
+
+
+def exclude(move: Move, slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        move.set(excluded=move.state.excluded | {slot})
+        died = move.state.deaths.get(slot, 0)
+        move.do(ev.ExcludeSlot(slot, f"{died} deaths without a committed step"))
+
+
+def refill_spares(move: Move) -> None:
+    if move.state.num_spare_deaths >= MAX_SPARE_DEATHS or not move.state.config.replace:
+        return
+    for node in sorted(move.state.nodes):
+        have = sum(1 for w in move.living() if w.node == node and not move.member(w))
+        for _ in range(move.state.config.num_spares - have):
+            move.launch(None, node)
+
+
+def advance(move: Move) -> None:
+    """Takes every transition whose condition holds now. Each leads to a later phase, or waits."""
+    while True:
+        before = move.state
+        _ADVANCE[move.state.phase](move)
+        if move.state.phase is before.phase or move.state.finished:
+            return
+
+
+def _advance_forming(move: Move) -> None:
+    state = move.state
+    if state.plan is None:
+        store = state.stores.get(state.num_restarts)
+        if store is not None and state.nodes:
+            _form(move, store)
+    elif state.decorated:
+        _try_plan(move)
+    elif not any(move.member(w) for w in state.workers):
+        close(move, Outcome.DONE, "every process of the script has ended with exit code 0")
+
+
+def _form(move: Move, store: tuple[str, int]) -> None:
+    """The first plan: a worker in every slot, ranks in the order of nodes and slots."""
+    slots = [
+        slot
+        for node, num_slots in sorted(move.state.nodes.items())
+        for slot in (Slot(node, local_rank) for local_rank in range(num_slots))
+    ]
+    members = tuple(
+        Member(rank, slot, move.start(slot, slot.node)) for rank, slot in enumerate(slots)
+    )
+    cut = find_cut((), {}, committed_step=0, persisted_step=None)
+    assert cut is not None
+    move.set(plan=Plan(move.state.num_restarts, members, store, cut))
+    for member in members:
+        move.do(
+            ev.StartWorker(member.worker, member.slot, move.state.plan, move.state.num_restarts)
+        )
+    move.why(f"starting {len(members)} workers")
+
+
+def _advance_stopping(move: Move) -> None:
+    if not move.state.decorated:
+        _advance_stopping_script(move)
+        return
+    inside = move.inside()
+    if not inside and not any(
+        known.killed and move.member(worker) for worker, known in move.state.workers.items()
+    ):
+        _decide(move)
+    elif move.expired:
+        _enforce(move, inside)
+
+
+def _enforce(move: Move, inside: list[Worker]) -> None:
+    """The bound of STOPPING is over: those still inside are killed; the killed count as gone."""
+    config = move.state.config
+    if not inside:
+        for worker in [w for w, known in sorted(move.state.workers.items()) if known.killed]:
+            member = move.member(worker)
+            if member is not None:
+                move.do(ev.ExcludeSlot(member.slot, "its process does not end after SIGKILL"))
+                move.set(excluded=move.state.excluded | {member.slot})
+                move.drop(worker)
+        _decide(move)
+        return
+    held = any(known.holdings for w, known in move.state.workers.items() if w not in inside)
+    if not held and not move.state.extended and move.state.committed_step > 0:
+        move.set(extended=True)
+        move.enter(Phase.STOPPING, config.last_holder_timeout_s)
+        move.why("the last ranks to hold the state get more time")
+        return
+    for worker in inside:
+        move.fault(
+            FaultKind.HUNG,
+            worker,
+            move.state.committed_step,
+            status=SIGKILL_STATUS,
+            note="did not leave its generation in time",
+        )
+        move.kill(worker, "did not leave its generation in time")
+    move.enter(Phase.STOPPING, config.kill_timeout_s)
+    move.why(f"killing {len(inside)} ranks that did not come out")
+
+
+def _advance_stopping_script(move: Move) -> None:
+    """Unmodified script: all gone, then the whole group again or the end."""
+    state = move.state
+    if state.workers:
+        if move.expired:
+            if move.living():
+                for worker in move.living():
+                    move.kill(worker, "its grace is over")
+                move.enter(Phase.STOPPING, state.config.kill_timeout_s)
+            else:  # SIGKILL does not take: nothing of ours can end these
+                move.set(workers={})
+        if move.state.workers:
+            return
+    if state.draining is not None:
+        close(move, Outcome.SIGNALLED, f"asked to stop by signal {state.draining}")
+    elif state.num_restarts < state.config.max_restarts:
+        move.set(num_restarts=state.num_restarts + 1, plan=None, faults=())
+        move.do(ev.OpenStore(move.state.num_restarts))
+        move.enter(Phase.FORMING)
+        move.why(f"restart {move.state.num_restarts} of {state.config.max_restarts}")
+    else:
+        close(move, Outcome.SCRIPT_FAILED, "a process of the script failed")
+
+
+def _decide(move: Move) -> None:
+    """Everyone has reported or is dead: root cause, verdict, and on to the next membership."""
+    verdict = judge(move.state)
+    move.state = verdict.state
+    move.why(verdict.reason)
+    exclude(move, verdict.excluded)
+    move.enter(Phase.COLLECTING, move.state.config.rendezvous_timeout_s)
+    if verdict.outcome is not None:
+        end(move, verdict.outcome, verdict.reason)
+
+
+def _advance_collecting(move: Move) -> None:
+    if move.state.outcome is None:
+        _try_plan(move)
+        return
+    holder = move.state.persisting
+    if holder is not None and (move.worker(holder) is None or move.expired):
+        move.set(persisting=None)
+        end(move, move.state.outcome, move.state.outcome_reason, given_up=move.expired)
+
+
+def _try_plan(move: Move) -> None:
+    """Publishes the next plan when every slot has a ready worker, or the wait for it is over."""
+    state = move.state
+    assert state.plan is not None
+    chosen = choose_members(state, give_up_waiting=move.expired)
+    size = len(chosen.members) + len(chosen.waiting_for)
+    if size < state.config.min_world_size or size == 0:
+        least = state.config.min_world_size
+        end(
+            move,
+            Outcome.UNRECOVERABLE,
+            f"{size} ranks can go on, fewer than the minimum of {least}",
+        )
+        return
+    for slot in chosen.to_start:
+        move.launch(slot, slot.node)
+    if chosen.waiting_for:
+        if chosen.to_start:
+            move.why(f"starting workers for {len(chosen.to_start)} slots")
+        return
+    forming = state.phase is Phase.FORMING
+    generation = state.plan.generation + (0 if forming else 1)
+    store = state.stores.get(generation)
+    if store is None:
+        if move.expired:
+            end(move, Outcome.UNRECOVERABLE, "no store could be opened for the next generation")
+        return
+    cut = find_cut(
+        chosen.members,
+        move.holdings(),
+        committed_step=state.committed_step,
+        persisted_step=state.persisted_step,
+    )
+    if cut is None:
+        end(
+            move,
+            Outcome.UNRECOVERABLE,
+            f"no copy of step {state.committed_step} is left, in memory or on disk: every rank "
+            "died or was changing its state (a collective between optimizer.step() and the next "
+            "batch belongs in job.section); --checkpoint-dir would have kept one",
+        )
+        return
+    _publish(move, Plan(generation, chosen.members, store, cut))
+
+
+def _publish(move: Move, plan: Plan) -> None:
+    workers = dict(move.state.workers)
+    for worker, known in workers.items():
+        if known.slot is not None and plan.rank_of(worker) is None:
+            workers[worker] = replace(known, slot=None)  # came too late for its slot: a spare
+    for member in plan.members:
+        workers[member.worker] = WorkerState(Status.ENTERED, member.slot, plan.generation)
+    stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
+    move.set(plan=plan, workers=workers, stores=stores, stepped=False, faults=())
+    if plan.cut.kind is not CutKind.INITIAL:
+        move.know(plan.cut.step)
+    move.do(ev.PublishPlan(plan), ev.StartGeneration(plan), ev.OpenStore(plan.generation + 1))
+    move.enter(Phase.RESTORING)
+    move.why(f"generation {plan.generation}: {plan.world_size} ranks from step {plan.cut.step}")
+
+
+def _advance_restoring(move: Move) -> None:
+    assert move.state.plan is not None
+    waiting = (Status.ENTERED, Status.JOINED)
+    if not any(move.state.workers[m.worker].status in waiting for m in move.state.plan.members):
+        move.enter(Phase.RUNNING)
+        move.set(num_spare_deaths=0)
+        refill_spares(move)
+        move.why("every rank is restored")
+
+
+def _advance_running(move: Move) -> None:
+    assert move.state.plan is not None
+    known = [move.worker(member.worker) for member in move.state.plan.members]
+    if all(k is not None and k.status is Status.FINISHED for k in known):
+        close(move, Outcome.DONE, "every rank has finished")
+
+
+# ---------------------------------------------------------------- the end
+
+
+def end(move: Move, outcome: Outcome, reason: str, *, given_up: bool = False) -> None:
+    """The job ends with this outcome; first, what memory holds beyond the disk goes there."""
+    move.set(outcome=outcome, outcome_reason=reason)
+    held = [
+        (holding.step, worker)
+        for worker, holdings in sorted(move.holdings().items())
+        for holding in holdings
+    ]
+    newest = max((step for step, _ in held), default=0)
+    if move.state.config.persists and not given_up and newest > (move.state.persisted_step or 0):
+        holder = next(worker for step, worker in held if step == newest)
+        move.set(persisting=holder)
+        move.do(ev.Persist(holder, newest))
+        move.enter(Phase.COLLECTING, move.state.config.grace_s)
+        move.why(f"{reason}; writing step {newest} to disk")
+        return
+    close(move, outcome, reason)
+
+
+def close(move: Move, outcome: Outcome, reason: str) -> None:
+    """Lets everybody go; the end comes when all processes are gone."""
+    move.set(outcome=outcome, outcome_reason=reason)
+    listening: list[Worker] = []
+    others: list[Worker] = []
+    for worker in move.living():
+        known = move.state.workers[worker]
+        waits = known.status in (Status.READY, Status.FINISHED)
+        (listening if waits and move.member(worker) else others).append(worker)
+    for worker in others:
+        move.kill(worker, "the job has ended")
+    if outcome is Outcome.DONE:
+        if listening:
+            move.do(ev.Close(tuple(listening)))
+        move.enter(Phase.CLOSED)
+    else:
+        if listening:
+            move.do(ev.Stop(tuple(listening), outcome, reason))
+        move.enter(Phase.CLOSED, move.state.config.grace_s)
+    move.why(reason)
+
+
+def _advance_closed(move: Move) -> None:
+    if move.state.workers and move.expired:
+        if move.living():
+            for worker in move.living():
+                move.kill(worker, "its grace is over")
+            move.enter(Phase.CLOSED, move.state.config.kill_timeout_s)
+        else:
+            move.set(workers={})
+            move.why("some processes do not end after SIGKILL")
+    if not move.state.workers:
+        assert move.state.outcome is not None
+        move.set(finished=True, deadline_s=None)
+        move.do(ev.Finish(move.state.outcome, move.state.root_cause, move.state.outcome_reason))
+
+
+_ADVANCE: dict[Phase, Callable[[Move], None]] = {
+    Phase.FORMING: _advance_forming,
+    Phase.RUNNING: _advance_running,
+    Phase.STOPPING: _advance_stopping,
+    Phase.COLLECTING: _advance_collecting,
+    Phase.RESTORING: _advance_restoring,
+    Phase.CLOSED: _advance_closed,
+}
