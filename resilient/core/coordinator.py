@@ -3,8 +3,8 @@
 One pure function, `step(state, event, now_s) -> Decision`. The agent is its shell: it feeds what it
 sees and carries out what comes back. `TABLE` says which handler looks at which event in which
 phase, every cell of it; a handler records what the event proves and reacts where the reaction does
-not depend on others. What depends on everybody ("all ranks have reported", "a replacement is there for
-every hole", "the bound is over") is decided in transitions.py, after every event.
+not depend on others. What depends on everybody ("all ranks have reported", "a replacement is there
+for every hole", "the bound is over") is decided in transitions.py, after every event.
 
     FORMING ──► RESTORING ──► RUNNING ──► CLOSED
                  ▲     │         │
@@ -15,7 +15,6 @@ every hole", "the bound is over") is decided in transitions.py, after every even
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from resilient.core import events as ev
@@ -32,13 +31,13 @@ from resilient.core.model import (
 from resilient.core.move import INSIDE, Move, describe_status
 from resilient.core.policy import root_cause
 from resilient.core.transitions import (
-    SIGKILL_STATUS,
     abort,
     advance,
     close,
     count,
     end,
     exclude,
+    kill_late,
     refill_spares,
     terminate_group,
 )
@@ -92,13 +91,20 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
 
 def _node_left(move: Move, event: ev.NodeLeft) -> None:
     move.set(nodes={n: slots for n, slots in move.state.nodes.items() if n != event.node})
-    lost = [w for w in sorted(move.state.workers) if w.node == event.node]
+    gone = [w for w in sorted(move.state.workers) if w.node == event.node]
+    lost = [w for w in gone if move.member(w)]
     for worker in lost:
-        if move.member(worker) and move.state.phase is not Phase.CLOSED:
+        if move.state.phase is not Phase.CLOSED:
             move.fault(FaultKind.NODE_LOST, worker, move.state.committed_step, note=event.note)
+    for worker in gone:
         move.drop(worker)
-    if move.state.phase in (Phase.RUNNING, Phase.RESTORING) and lost:
+    if not lost:
+        return
+    if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
         abort(move, f"node {event.node} is lost")
+    elif move.state.phase is Phase.FORMING and not move.state.decorated:
+        move.set(root_cause=root_cause(move.state.faults))
+        terminate_group(move, 15, f"node {event.node} is lost")
 
 
 def _store_opened(move: Move, event: ev.StoreOpened) -> None:
@@ -132,12 +138,14 @@ def _health(move: Move, event: ev.HealthCheckFailed) -> None:
 
 
 def _ready(move: Move, event: ev.WorkerReady) -> None:
-    if move.worker(event.worker) is None:
+    known = move.worker(event.worker)
+    if known is None or known.status is not Status.STARTING:
         return
     move.know(persisted_step=event.persisted_step)
     move.change(event.worker, status=Status.READY)
     if move.state.phase is Phase.FORMING and not move.state.decorated:
         move.set(decorated=True)
+        move.enter(Phase.FORMING, move.state.config.start_timeout_s)
         move.why("the script is decorated")
 
 
@@ -154,13 +162,23 @@ def _restored(move: Move, event: ev.WorkerRestored) -> None:
 
 
 def _stepped(move: Move, event: ev.WorkerStepped) -> None:
-    if not move.current(event.generation):
-        return
-    move.know(event.step)
+    if move.current(event.generation):
+        move.know(event.step)
+        _count_step(move, event.step)
+
+
+def _count_step(move: Move, step: int) -> None:
+    """The current generation has committed a step: what was counted until then is forgotten."""
     if not move.state.stepped:
-        newer = frozenset(key for key in move.state.errors_seen if key[0] >= event.step)
+        newer = frozenset(key for key in move.state.errors_seen if key[0] >= step)
         move.set(stepped=True, num_barren=0, deaths={}, errors_seen=newer)
-        move.why(f"step {event.step - 1} is the first one committed in this generation")
+        move.why(f"step {step - 1} is committed in this generation")
+
+
+def _proves_step(move: Move, known: WorkerState, step: int) -> bool:
+    """Whether the step a worker ended at is beyond the cut: its first commit may go unheard."""
+    plan = move.state.plan
+    return plan is not None and known.status is Status.RESTORED and step > plan.cut.step
 
 
 def _finished(move: Move, event: ev.WorkerFinished) -> None:
@@ -168,6 +186,8 @@ def _finished(move: Move, event: ev.WorkerFinished) -> None:
     if known is None or not move.current(event.generation) or known.status not in INSIDE:
         return
     move.know(event.step, event.persisted_step)
+    if _proves_step(move, known, event.step):
+        _count_step(move, event.step)
     move.change(event.worker, status=Status.FINISHED, holdings=event.holdings)
 
 
@@ -180,6 +200,8 @@ def _left(move: Move, event: ev.WorkerInterrupted | ev.WorkerFailed) -> bool:
     if known is None or not move.current(event.generation) or known.status not in INSIDE:
         return False
     move.know(event.step, event.persisted_step)
+    if _proves_step(move, known, event.step):
+        _count_step(move, event.step)
     move.change(event.worker, status=Status.READY, holdings=event.holdings)
     return True
 
@@ -208,6 +230,8 @@ def _exited(move: Move, event: ev.WorkerExited) -> None:
     if member is None:
         _lose_extra(move, event, known)
         return
+    if _proves_step(move, known, event.step):
+        _count_step(move, event.step)
     if not known.killed:
         move.fault(
             FaultKind.DIED,
@@ -303,7 +327,8 @@ def _hung(move: Move, event: ev.WorkersHung) -> None:
 
 
 def _hung_forming(move: Move, event: ev.WorkersHung) -> None:
-    living = [w for w in event.workers if move.worker(w)]
+    known = ((w, move.worker(w)) for w in event.workers)
+    living = [w for w, k in known if k and not k.killed and k.status is Status.STARTING]
     if not move.current(event.generation) or not living:
         return
     move.fault(FaultKind.HUNG, living[0], 0, began_s=event.began_s, note=event.note)
@@ -312,9 +337,7 @@ def _hung_forming(move: Move, event: ev.WorkersHung) -> None:
     if not move.state.decorated:
         terminate_group(move, 15, "no progress for the hang timeout")
         return
-    for worker in living:
-        move.kill(worker, "hung before it reached the decorator")
-        count(move, [replace(move.state.faults[-1], worker=worker, status=SIGKILL_STATUS)])
+    kill_late(move, living, "hung before it reached the decorator")
 
 
 # ---------------------------------------------------------------- asked to stop
@@ -325,7 +348,8 @@ def _drain(move: Move, event: ev.DrainRequested) -> None:
         return
     first = move.state.draining is None
     if first:
-        move.set(draining=event.signum)
+        drain_by_s = move.now_s + move.state.config.grace_s
+        move.set(draining=event.signum, drain_by_s=drain_by_s)
     if event.force:
         decorated = move.state.decorated
         outcome = move.state.outcome or (Outcome.DRAINED if decorated else Outcome.SIGNALLED)

@@ -6,8 +6,8 @@ itself was suspended, starved or moved to another machine, all deadlines move on
 pause of the whole machine is no hang. (The idea, a sick observer that stretches its own timeouts,
 is Lifeguard's: Dadgar, Phillips, Currey, "Lifeguard: Local Health Awareness for More Accurate
 Failure Detection", 2018. Theirs multiplies timeouts by a bounded health score; here the lost time
-itself is taken off. The price: an agent that is starved all the time sees a hang late, by the factor
-at which it is starved.)
+itself is taken off. The price: an agent that is starved all the time sees a hang late, by the
+factor at which it is starved.)
 
 How long is too long is learned: a multiple of the usual step, and of the longest step of the last
 hours, between a floor and a ceiling; or what the user gave. The first step of a generation
@@ -293,11 +293,11 @@ class Detector:
             if self.limits.hang_timeout_s is None or pulse.ticks == 0:
                 return None
             return _Case(pulse, stall_s, usual_s, False)
-        if pulse.activity in (Activity.FINISHED, Activity.PERSISTING):
-            if pulse.generation == self._generation:
-                return None
+        entered = pulse.generation == self._generation
+        if entered and pulse.activity in (Activity.FINISHED, Activity.PERSISTING):
+            return None
         first_s = max(self.limits.first_step_timeout_s, usual_s)
-        if pulse.generation != self._generation or pulse.activity in _ENTERING:
+        if not entered or pulse.activity in _ENTERING:
             return _Case(pulse, stall_s, first_s, True)  # told to enter, and not there yet
         if pulse.activity is Activity.SECTION:
             own_s = pulse.section_timeout_s or max(self.limits.section_timeout_s, usual_s)

@@ -193,6 +193,8 @@ class Config:
         interrupt_timeout_s: floor of the time a rank has to come out after an abort
             (the bound is max(this, 3 usual steps)).
         kill_timeout_s: from SIGKILL to the process being gone, after which its slot is excluded.
+        start_timeout_s: from the first worker at the decorator to the last one, at the start of
+            the job; after it the late ones are killed and started again.
         rendezvous_timeout_s: waiting for replacements, after which the world shrinks.
         last_holder_timeout_s: what the ranks get on top when no other rank holds the state.
         grace_s: from SIGTERM to SIGKILL, on every path; also the bound of a drain.
@@ -207,6 +209,7 @@ class Config:
     max_barren_generations: int = 3
     interrupt_timeout_s: float = 5.0
     kill_timeout_s: float = 10.0
+    start_timeout_s: float = 600.0
     rendezvous_timeout_s: float = 60.0
     last_holder_timeout_s: float = 30.0
     grace_s: float = 30.0
@@ -264,6 +267,7 @@ class State:
         deaths: per slot, since the last committed step.
         num_barren: generations in a row that ended without a committed step.
         extended: the ranks that are the last to hold the state have been given their extra time.
+        drain_by_s: when everything has to have ended, once a drain was asked for.
         deadline_s: when the current phase's bound ends; None without one.
         finished: Finish has been given; nothing follows.
     """
@@ -289,6 +293,7 @@ class State:
     num_barren: int = 0
     num_restarts: int = 0
     draining: int | None = None  # the signal that asked for it
+    drain_by_s: float | None = None
     persisting: Worker | None = None
     outcome: Outcome | None = None
     outcome_reason: str = ""

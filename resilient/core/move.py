@@ -48,11 +48,19 @@ class Move:
 
     def enter(self, phase: Phase, timeout_s: float | None = None) -> None:
         deadline_s = None if timeout_s is None else self.now_s + timeout_s
+        by_s = self.state.drain_by_s
+        if deadline_s is not None and by_s is not None and self.now_s < by_s:
+            deadline_s = min(deadline_s, by_s)  # no bound of a phase outlasts the grace of a drain
         self.set(phase=phase, deadline_s=deadline_s)
 
     @property
     def expired(self) -> bool:
         return self.state.deadline_s is not None and self.now_s >= self.state.deadline_s
+
+    @property
+    def drain_is_over(self) -> bool:
+        """A drain was asked for, and its grace has passed: only kills from here on."""
+        return self.state.drain_by_s is not None and self.now_s >= self.state.drain_by_s
 
     # ---------------------------------------------------------------- workers
 

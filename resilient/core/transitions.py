@@ -8,7 +8,6 @@ single events (coordinator.py) only record and, where it does not depend on othe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from resilient.core import events as ev
 from resilient.core.cut import find_cut
@@ -89,9 +88,22 @@ def _advance_forming(move: Move) -> None:
         if store is not None and state.nodes:
             _form(move, store)
     elif state.decorated:
+        if move.expired:
+            late = [w for w in move.living(Status.STARTING) if move.state.workers[w].slot]
+            kill_late(move, late, "not at the decorator in time")
+            move.enter(Phase.FORMING, state.config.start_timeout_s)
         _try_plan(move)
     elif not any(move.member(w) for w in state.workers):
         close(move, Outcome.DONE, "every process of the script has ended with exit code 0")
+
+
+def kill_late(move: Move, workers: Iterable[Worker], reason: str) -> None:
+    """Kills workers that do not reach the decorator; each counts as a death of its slot."""
+    for worker in workers:
+        note = {"status": SIGKILL_STATUS, "note": reason}
+        move.fault(FaultKind.HUNG, worker, 0, **note)
+        move.kill(worker, reason)
+        count(move, move.state.faults[-1:])
 
 
 def _form(move: Move, store: tuple[str, int]) -> None:
@@ -140,7 +152,8 @@ def _enforce(move: Move, inside: list[Worker]) -> None:
         _decide(move)
         return
     held = any(known.holdings for w, known in move.state.workers.items() if w not in inside)
-    if not held and not move.state.extended and move.state.committed_step > 0:
+    may_extend = not (held or move.state.extended or move.drain_is_over)
+    if may_extend and move.state.committed_step > 0:
         move.set(extended=True)
         move.enter(Phase.STOPPING, config.last_holder_timeout_s)
         move.why("the last ranks to hold the state get more time")
@@ -217,6 +230,22 @@ def _try_plan(move: Move) -> None:
             f"{size} ranks can go on, fewer than the minimum of {least}",
         )
         return
+    cut = find_cut(
+        chosen.members,
+        move.holdings(),
+        committed_step=state.committed_step,
+        persisted_step=state.persisted_step,
+    )
+    # A job that persists may learn of a checkpoint from a worker that is still to come.
+    if cut is None and not (chosen.waiting_for and state.config.persists):
+        end(
+            move,
+            Outcome.UNRECOVERABLE,
+            f"no copy of step {state.committed_step} is left, in memory or on disk: every rank "
+            "died or was changing its state (a collective between optimizer.step() and the next "
+            "batch belongs in job.section); --checkpoint-dir would have kept one",
+        )
+        return
     for slot in chosen.to_start:
         move.launch(slot, slot.node)
     if chosen.waiting_for:
@@ -230,29 +259,18 @@ def _try_plan(move: Move) -> None:
         if move.expired:
             end(move, Outcome.UNRECOVERABLE, "no store could be opened for the next generation")
         return
-    cut = find_cut(
-        chosen.members,
-        move.holdings(),
-        committed_step=state.committed_step,
-        persisted_step=state.persisted_step,
-    )
-    if cut is None:
-        end(
-            move,
-            Outcome.UNRECOVERABLE,
-            f"no copy of step {state.committed_step} is left, in memory or on disk: every rank "
-            "died or was changing its state (a collective between optimizer.step() and the next "
-            "batch belongs in job.section); --checkpoint-dir would have kept one",
-        )
-        return
+    assert cut is not None  # nothing is waited for
     _publish(move, Plan(generation, chosen.members, store, cut))
 
 
 def _publish(move: Move, plan: Plan) -> None:
+    extra = [w for w in move.living() if plan.rank_of(w) is None]
+    for worker in extra:  # came too late for its slot, or has lost it
+        if move.state.workers[worker].slot in move.state.excluded:
+            move.kill(worker, "its slot is excluded")
+        else:
+            move.change(worker, slot=None)  # a spare now
     workers = dict(move.state.workers)
-    for worker, known in workers.items():
-        if known.slot is not None and plan.rank_of(worker) is None:
-            workers[worker] = replace(known, slot=None)  # came too late for its slot: a spare
     for member in plan.members:
         workers[member.worker] = WorkerState(Status.ENTERED, member.slot, plan.generation)
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
@@ -293,6 +311,7 @@ def end(move: Move, outcome: Outcome, reason: str, *, given_up: bool = False) ->
         for holding in holdings
     ]
     newest = max((step for step, _ in held), default=0)
+    given_up = given_up or move.drain_is_over
     if move.state.config.persists and not given_up and newest > (move.state.persisted_step or 0):
         holder = next(worker for step, worker in held if step == newest)
         move.set(persisting=holder)
@@ -310,7 +329,7 @@ def close(move: Move, outcome: Outcome, reason: str) -> None:
     others: list[Worker] = []
     for worker in move.living():
         known = move.state.workers[worker]
-        waits = known.status in (Status.READY, Status.FINISHED)
+        waits = known.status in (Status.READY, Status.FINISHED) and not move.drain_is_over
         (listening if waits and move.member(worker) else others).append(worker)
     for worker in others:
         move.kill(worker, "the job has ended")
@@ -321,7 +340,8 @@ def close(move: Move, outcome: Outcome, reason: str) -> None:
     else:
         if listening:
             move.do(ev.Stop(tuple(listening), outcome, reason))
-        move.enter(Phase.CLOSED, move.state.config.grace_s)
+        config = move.state.config
+        move.enter(Phase.CLOSED, config.grace_s if listening else config.kill_timeout_s)
     move.why(reason)
 
 
@@ -337,7 +357,8 @@ def _advance_closed(move: Move) -> None:
     if not move.state.workers:
         assert move.state.outcome is not None
         move.set(finished=True, deadline_s=None)
-        move.do(ev.Finish(move.state.outcome, move.state.root_cause, move.state.outcome_reason))
+        cause = None if move.state.outcome is Outcome.DONE else move.state.root_cause
+        move.do(ev.Finish(move.state.outcome, cause, move.state.outcome_reason))
 
 
 _ADVANCE: dict[Phase, Callable[[Move], None]] = {

@@ -1,0 +1,164 @@
+"""Where agents meet: the interface that every rendezvous has, and its errors.
+
+The one idea: a rendezvous is a small store with leases, not a protocol. Agents register, one of
+them leads, all of them report, the leader publishes plans, everybody watches one ordered stream of
+changes. A plan is a transaction that also compares who leads, so that a deposed leader writes
+nothing; and its generation must be the successor of the last, so that there is one plan a
+generation. Who does what when is decided elsewhere (resilient/core: node.py and coordinator.py).
+
+Every call takes a deadline. Errors by who must act:
+
+    RendezvousTimeout   no answer in time; for a write the outcome is unknown: look at the stream
+    LeaseLost           register again, as a new incarnation
+    NotLeader           somebody else leads, or nobody: stop deciding
+    StaleGeneration     there is a plan of that generation already: look at the stream
+    RendezvousClosed    the job has ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from resilient.core.events import Event
+from resilient.core.model import Plan
+from resilient.errors import RendezvousError
+
+DEFAULT_TIMEOUT_S = 5.0
+
+
+class LeaseLost(RendezvousError):
+    """The lease has ended: the others may act as if this node were gone."""
+
+
+class NotLeader(RendezvousError):
+    """Refused: only the leader may write that, and this node is not it (any more)."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One node's presence.
+
+    Attributes:
+        incarnation: counts the rebirths of all nodes; a later one is always greater.
+        ttl_s: how long it lives after the last keep-alive was sent; None: for ever, since nobody
+            could take over from this node.
+    """
+
+    node: str
+    incarnation: int
+    ttl_s: float | None
+
+
+@dataclass(frozen=True)
+class NodeArrived:
+    node: str
+    incarnation: int
+    num_slots: int
+
+
+@dataclass(frozen=True)
+class NodeGone:
+    """Its lease has ended, or it has left."""
+
+    node: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class LeaderChanged:
+    """node None: nobody leads now."""
+
+    node: str | None
+    term: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """number 0: advice, not kept."""
+
+    node: str
+    incarnation: int
+    number: int
+    event: Event
+
+
+@dataclass(frozen=True)
+class Published:
+    """answered: per node, the number of the newest report that the plan takes into account."""
+
+    plan: Plan
+    answered: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Closed:
+    reason: str
+
+
+Change = NodeArrived | NodeGone | LeaderChanged | Reported | Published | Closed
+
+
+class Rendezvous(Protocol):
+    """What memory.py (one node) has, and what every other one will have."""
+
+    async def register(
+        self, node: str, num_slots: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Lease:
+        """Makes the node known. Raises RendezvousClosed, RendezvousTimeout, RendezvousError."""
+
+    async def keep_alive(self, lease: Lease, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Renews the lease. Raises LeaseLost, RendezvousTimeout."""
+
+    async def leave(self, lease: Lease, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Gives the lease, and the leadership if it has it, back at once."""
+
+    async def campaign(self, lease: Lease, *, timeout_s: float | None = None) -> int:
+        """Waits until this node leads; timeout_s None: as long as it takes.
+
+        Returns:
+            The term: greater than that of every leader before.
+        Raises:
+            LeaseLost, RendezvousClosed, RendezvousTimeout.
+        """
+
+    async def report(
+        self, lease: Lease, number: int, event: Event, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Stores a report; the same number again changes nothing. Number 0 is only passed on.
+
+        Raises:
+            LeaseLost, RendezvousClosed, RendezvousTimeout.
+        """
+
+    async def forget(
+        self, lease: Lease, up_to: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Removes this node's reports up to that number. Raises LeaseLost, RendezvousTimeout."""
+
+    async def publish(
+        self,
+        lease: Lease,
+        term: int,
+        plan: Plan,
+        answered: Mapping[str, int],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Publishes a plan if this node still leads in that term.
+
+        Raises:
+            NotLeader, StaleGeneration, LeaseLost, RendezvousClosed, RendezvousTimeout.
+        """
+
+    async def close(
+        self, lease: Lease, term: int, reason: str, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Ends the job for everybody. Raises NotLeader, LeaseLost, RendezvousTimeout."""
+
+    def watch(self) -> AsyncIterator[Change]:
+        """Everything there is now (nodes, leader, last plan, reports), then every change, in order.
+
+        Each watcher sees the same order; the stream ends after Closed.
+        """

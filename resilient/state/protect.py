@@ -1,0 +1,548 @@
+"""What a process holds of the training state, from its first entry to its last breath.
+
+One object a process: the user's objects come and go with the entries, the tensors of the last
+committed step stay. Parameters and optimizer state are held by reference: *clean* at the committed
+step until a protected optimizer steps, *dirty* from then to the commit. The small state is copied
+at each commit, for the last two steps. An *undo copy*, taken just before the optimizer, is what a
+process falls back to when it is found dirty; it costs memory and a copy a step, so it is made only
+where a collective can come between the optimizer and the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from resilient.core.model import Cut, CutKind, Holding
+from resilient.errors import CheckpointMissing, ConfigError
+from resilient.page import Page
+from resilient.state import transfer
+from resilient.state.encoding import Node
+from resilient.state.objects import Inventory, OptimizerEntry
+from resilient.state.rng import RandomState, seed_all
+from resilient.state.snapshot import AlternatingCopies, Copies, Image, Tensors, versions_of
+
+STEPS_WITH_UNDO = 2
+"""Steps after each entry in which an undo copy is always taken: by then it is known whether the
+script has collectives between its optimizer step and the commit."""
+
+
+@dataclass(frozen=True)
+class _Small:
+    """The small state at a commit."""
+
+    tree: dict[str, Node]
+    buffers: Tensors
+    others: Tensors
+
+
+@dataclass(frozen=True)
+class _Big:
+    """Parameters and optimizer state: by reference, or as copies in the same order.
+
+    versions: of the tensors at the time, compared to prove that nobody wrote to them; for copies
+    those of the parameters that were not copied since nothing trains them.
+    """
+
+    step: int
+    parameters: Tensors
+    states: Tensors
+    tensors: list[Tensor]
+    versions: list[int]
+
+    def is_unchanged(self) -> bool:
+        return versions_of(self.tensors) == self.versions
+
+
+class Protected:
+    """The state of one process. All calls are from the training thread.
+
+    Args:
+        page: where the random number generators outlive the process; None: nowhere.
+        on_step: called before each step of a protected optimizer, while the state is clean still
+            (gradients that were not exchanged yet are, here).
+        note: is told what a user should know, a line each.
+        checkpoints: writes a checkpoint at each commit that is due.
+    """
+
+    def __init__(
+        self,
+        page: Page | None = None,
+        *,
+        on_step: Callable[[], None] | None = None,
+        note: Callable[[str], None] | None = None,
+        checkpoints: Any = None,
+    ) -> None:
+        self.page = page
+        self.on_step = on_step
+        self.checkpoints = checkpoints
+        self._note = note or (lambda line: None)
+        self._random = RandomState()
+        self._inventory: Inventory | None = None
+        self._group: Any = None
+        self._rank = 0
+        self._world_size = 1
+        self._hooks: list[Any] = []
+        # what is held
+        self._live: _Big | None = None
+        self._undo: _Big | None = None
+        self._small: dict[int, _Small] = {}
+        self._rng: dict[int, bytes] = {}
+        self._kept: tuple[int, bytes] | None = None
+        self._dirty = False
+        # of this entry
+        self._num_stepped = 0
+        self._scalers_seen: list[Any] = []
+        self._sequence: int | None = None
+        self._num_commits = 0
+        self._undo_for_good = False
+        self._big_cache: tuple[Tensors, Tensors, list[Tensor]] | None = None
+        self._num_params = 0
+        self._buffer_copies = AlternatingCopies()
+        self._undo_copies = Copies()
+        self._built: dict[int, tuple[nn.Module, list[int]]] = {}
+        self._changed_after_build = False
+
+    # ------------------------------------------------------------ entering
+
+    def built(self, module: nn.Module) -> None:
+        """job.build() made this module: remember what it was, to see whether main() changes it."""
+        self._built[id(module)] = (module, _fingerprint(module))
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether job.build() may give the same module again at the next entry.
+
+        Not if main() writes to it before protect() (initialises it itself, loads pretrained
+        weights): at the next entry it would write over the state that this process holds.
+        """
+        return not self._changed_after_build
+
+    def protect(
+        self,
+        objects: Mapping[str, Any],
+        *,
+        cut: Cut,
+        rank: int,
+        world_size: int,
+        group: Any = None,
+        predecessor: Page | None = None,
+        first: bool = True,
+    ) -> int:
+        """Makes the objects what the cut says, on every rank of the group.
+
+        Args:
+            predecessor: page of the process that held this rank before.
+            first: this process enters for the first time.
+        Returns:
+            the number of committed steps.
+        Raises:
+            ConfigError: an object cannot be protected, or is not the one that was saved.
+            CheckpointMissing, CheckpointCorrupt: what the cut promises is not there.
+        """
+        inventory = Inventory(objects)
+        self.release()
+        self._rank, self._world_size, self._group = rank, world_size, group
+        if first:
+            self._changed_after_build = any(
+                _fingerprint(module) != seen for module, seen in self._built.values()
+            )
+        self._built.clear()
+        for param in inventory.parameters.values():
+            param.grad = None
+        if self.checkpoints is not None:
+            self.checkpoints.enter()
+        if cut.kind is CutKind.INITIAL:
+            self._begin(inventory)
+        elif cut.kind is CutKind.DISK:
+            self._load(inventory, cut.step)
+        elif rank in cut.holders:
+            self._keep_own(inventory, cut.step)
+        else:
+            self._receive(inventory, cut)
+        if cut.kind is CutKind.MEMORY:
+            self._restore_rng(cut.step, predecessor)
+        self._adopt(inventory, cut.step)
+        to = transfer.receivers_of(cut, rank, world_size)
+        if to:
+            transfer.send(self._image(cut.step), to, group, self._progress)
+        self._checkpoint(cut.step)
+        return cut.step
+
+    def release(self) -> None:
+        """Lets go of the user's objects (at the end of an entry); what is held stays held."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._inventory = None
+        self._group = None
+        self._big_cache = None
+
+    def _begin(self, inventory: Inventory) -> None:
+        """Step 0: replicas follow rank 0, whatever each was seeded with."""
+        self._live = self._undo = None
+        if self.checkpoints is not None and self._rank == 0:
+            _disk().clear_pending(self.checkpoints.directory)
+        if self._world_size == 1:
+            return
+        if self._rank == 0:
+            buffers = inventory.read_buffers()
+            image = Image(0, parameters=inventory.parameters, buffers=buffers)
+            others = list(range(1, self._world_size))
+            transfer.send(image, others, self._group, self._progress)
+        else:
+            image = transfer.receive(0, inventory.memory_for, self._group, self._progress)
+            inventory.restore(image, modules_only=True)
+
+    def _load(self, inventory: Inventory, step: int) -> None:
+        if self.checkpoints is None:
+            raise CheckpointMissing("resuming from disk needs a checkpoint directory", step=step)
+        self._live = self._undo = None
+        disk = _disk()
+        image, rng = disk.load(self.checkpoints.directory, step, self._rank)
+        inventory.restore(image)
+        if self._rank == 0:
+            disk.clear_pending(self.checkpoints.directory)
+        if rng is None:
+            self._seed(step)
+        else:
+            self._rng[step] = rng
+            self._random.write(rng)
+
+    def _keep_own(self, inventory: Inventory, step: int) -> None:
+        big = self._held(step)
+        if big is None:
+            raise CheckpointMissing(
+                f"step {step} was held by this rank and was written over between the entry of the "
+                "train function and job.protect(): make modules with job.build(), and initialise "
+                "them in its factory",
+                rank=self._rank,
+                step=step,
+            )
+        inventory.restore(self._image(step))
+        if big is self._undo:
+            # its optimizer state has been adopted: it is no copy any more
+            self._undo, self._undo_copies = None, Copies()
+
+    def _receive(self, inventory: Inventory, cut: Cut) -> None:
+        def memory(section: str, key: str, dtype: torch.dtype, shape: Any, kind: str) -> Tensor:
+            # Said before the first byte arrives: from then on the old state may be half gone.
+            self._live = None
+            return inventory.memory_for(section, key, dtype, shape, kind)
+
+        source = transfer.holder_for(cut, self._rank, self._world_size)
+        image = transfer.receive(source, memory, self._group, self._progress)
+        inventory.restore(image)
+
+    def _restore_rng(self, step: int, predecessor: Page | None) -> None:
+        rng = self._rng.get(step)
+        if rng is None and predecessor is not None:
+            rng = predecessor.kept(step)
+        if rng is None:
+            self._seed(step)
+        else:
+            self._random.write(rng)
+
+    def _seed(self, step: int) -> None:
+        seed_all(self._rank, step)
+        self._note(
+            f"rank {self._rank}: nobody holds its random number generators at step {step}; "
+            "they are seeded from rank and step"
+        )
+
+    def rewind_rng(self) -> None:
+        """Sets the generators to the committed step again, when the first batch is asked for:
+        what main() drew between protect() and its loop it had not drawn in an unbroken run."""
+        if self._live is not None and self._num_commits == 0 and self._live.step in self._rng:
+            self._random.write(self._rng[self._live.step])
+
+    def _adopt(self, inventory: Inventory, step: int) -> None:
+        """The objects hold that step now: watch them."""
+        self._inventory = inventory
+        for optimizer in inventory.hooked:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+        self._num_params = inventory.num_params_in_optimizers()
+        if len(inventory.hooked) > 1 and not self._undo_for_good:
+            self._undo_for_good = True
+            self._note(
+                "several optimizers are protected: their state is copied before the first one "
+                f"steps, {self._num_big_bytes(inventory) / 2**20:.1f} MiB a step"
+            )
+        self._record(step)
+        self._num_commits = 0
+
+    @staticmethod
+    def _num_big_bytes(inventory: Inventory) -> int:
+        for entry in inventory.optimizers:
+            entry.read()
+        states = [t for entry in inventory.optimizers for t in entry.tensors]
+        return sum(t.nbytes for t in [*inventory.parameters.values(), *states])
+
+    # ------------------------------------------------------------ stepping
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer stepped since the commit, or a scaler made one skip its step."""
+        return self._num_stepped > 0 or self._scalers_moved()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.on_step is not None:
+            self.on_step()
+        if self._dirty:
+            return
+        # A closure runs backward, and so collectives, between two updates of the parameters.
+        closure = bool(args and args[0] is not None) or kwargs.get("closure") is not None
+        if self._undo_for_good or closure or self._num_commits < STEPS_WITH_UNDO:
+            self._take_undo()
+        self._dirty = True
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._num_stepped += 1
+        if self._group is not None:
+            self._sequence = self._group._get_sequence_number_for_group()
+
+    def _take_undo(self) -> None:
+        live = self._live
+        self._undo = None  # its memory is written over now
+        if live is None or self._inventory is None or not live.is_unchanged():
+            return
+        static = self._inventory.static
+        moving = {key: t for key, t in live.parameters.items() if key not in static}
+        still = {key: t for key, t in live.parameters.items() if key in static}
+        copies = self._undo_copies.take([*moving.values(), *live.states.values()])
+        parameters = dict(zip(moving, copies, strict=False))
+        states = dict(zip(live.states, copies[len(moving) :], strict=True))
+        watched = list(still.values())
+        self._undo = _Big(live.step, {**parameters, **still}, states, watched, versions_of(watched))
+
+    def tentative(self, step: int) -> None:
+        """Keeps the generators as they will be at `step` committed steps.
+
+        Called just before the last gradients of the step leave: from then on another rank may
+        commit it, and this one, if it is killed, must come back with its own generators.
+        """
+        rng = self._random.read()
+        self._rng[step] = rng
+        self._keep(step, rng)
+
+    def commit(self, step: int) -> None:
+        """The state is that of `step` committed steps.
+
+        Raises:
+            ConfigError: something in the small state cannot be kept; names it.
+        """
+        if self._inventory is None:
+            raise ConfigError("nothing is protected: call job.protect() before the first step")
+        if (
+            self._sequence is not None
+            and not self._undo_for_good
+            and self._group is not None
+            and self._group._get_sequence_number_for_group() != self._sequence
+        ):
+            self._undo_for_good = True
+            self._note(
+                "a collective came between optimizer.step() and the commit: the state is copied "
+                f"before each step from now on, {self._num_big_bytes(self._inventory) / 2**20:.1f} "
+                "MiB; put what comes after the step into a job.section() to avoid it"
+            )
+        if self._num_commits < STEPS_WITH_UNDO or (
+            self._inventory.num_params_in_optimizers() != self._num_params
+        ):
+            self._look_again()
+        self._record(step)
+        self._num_commits += 1
+        if self._undo is not None and self._undo.step < step - 1:
+            self._undo, self._undo_copies = None, Copies()
+        if self.checkpoints is not None:
+            self._checkpoint(step)
+
+    def _look_again(self) -> None:
+        """Parameters and buffers that a module made after protect() are protected too."""
+        assert self._inventory is not None
+        fresh = Inventory(self._inventory.objects)
+        if fresh.parameters.keys() != self._inventory.parameters.keys() or (
+            fresh.read_buffers().keys() != self._inventory.read_buffers().keys()
+        ):
+            self._inventory = fresh
+            self._num_params = fresh.num_params_in_optimizers()
+            self._big_cache = None
+
+    def _record(self, step: int) -> None:
+        inventory = self._inventory
+        assert inventory is not None
+        tree, others = inventory.read_small()
+        parameters, states, tensors = self._read_big(inventory, tree)
+        buffers = inventory.read_buffers()
+        copies = self._buffer_copies.take(buffers, inventory.always) if buffers else {}
+        rng = self._random.read()
+        if self._kept != (step, rng):
+            self._keep(step, rng)
+        self._small[step] = _Small(tree, copies, others)
+        self._rng[step] = rng
+        for old in [s for s in self._small if not step - 1 <= s <= step]:
+            del self._small[old]
+        for old in [s for s in self._rng if not step - 1 <= s <= step]:
+            del self._rng[old]
+        self._live = _Big(step, parameters, states, tensors, versions_of(tensors))
+        self._dirty = False
+        self._num_stepped = 0
+        self._sequence = None
+        if inventory.scalers:
+            self._scalers_seen = _scaler_marks(inventory)
+
+    def _read_big(
+        self, inventory: Inventory, tree: dict[str, Node]
+    ) -> tuple[Tensors, Tensors, list[Tensor]]:
+        changed = self._big_cache is None
+        for entry in inventory.optimizers:
+            node, moved = entry.read()
+            tree[entry.name] = node
+            changed = changed or moved
+        if changed or self._big_cache is None:
+            states = {key: t for entry in inventory.optimizers for key, t in entry.states.items()}
+            tensors = [*inventory.parameters.values(), *states.values()]
+            self._big_cache = (inventory.parameters, states, tensors)
+        return self._big_cache
+
+    def _keep(self, step: int, rng: bytes) -> None:
+        if self.page is not None:
+            self.page.keep(step, rng)
+        self._kept = (step, rng)
+
+    def _scalers_moved(self) -> bool:
+        inventory = self._inventory
+        if inventory is None or not inventory.scalers:
+            return False
+        marks = _scaler_marks(inventory)
+        return any(
+            now != seen and (seen is not None or now[1] > 0)
+            for now, seen in zip(marks, self._scalers_seen, strict=True)
+        )
+
+    # ------------------------------------------------------------ what is held
+
+    def _held(self, step: int) -> _Big | None:
+        live, undo = self._live, self._undo
+        if live is not None and live.step == step and not self._dirty and live.is_unchanged():
+            return live
+        if undo is not None and undo.step == step and step in self._small and undo.is_unchanged():
+            return undo
+        return None
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """The steps that this process can give, newest first."""
+        found = []
+        live, undo = self._live, self._undo
+        if live is not None and self._held(live.step) is live:
+            found.append(Holding(live.step, "live"))
+        if undo is not None and undo.step in self._small and undo.is_unchanged():
+            if not found or undo.step != found[0].step:
+                found.append(Holding(undo.step, "undo"))
+        if self.checkpoints is not None and found:
+            self._leave_rng()
+        return tuple(found)
+
+    def _leave_rng(self) -> None:
+        """Another rank may be asked to persist a step: it needs every rank's generators."""
+        for step, rng in self._rng.items():
+            try:
+                _disk().write_rng(self.checkpoints.directory, step, self._rank, rng)
+            except OSError as error:
+                self._note(f"rank {self._rank} cannot write to the checkpoint directory: {error}")
+                return
+
+    def _image(self, step: int) -> Image:
+        big = self._held(step)
+        if big is None:
+            raise CheckpointMissing(f"rank {self._rank} does not hold step {step}", step=step)
+        small = self._small[step]
+        return Image(step, small.tree, big.parameters, small.buffers, big.states, small.others)
+
+    def persist(self, step: int, directory: Any = None) -> None:
+        """Writes a step that this process holds to disk, and returns when it is durable.
+
+        Args:
+            directory: None: the job's own.
+        Raises:
+            CheckpointMissing: it is not held, or a rank's random number generators are missing.
+        """
+        disk = _disk()
+        if self.checkpoints is not None:
+            self.checkpoints.wait_idle()
+        if directory is None:
+            if self.checkpoints is None:
+                raise CheckpointMissing("no checkpoint directory was given", step=step)
+            directory = self.checkpoints.directory
+        if disk.newest_complete(directory) == step:
+            return
+        image = self._image(step)
+        if step in self._rng:
+            disk.write_rng(directory, step, self._rank, self._rng[step])
+        disk.save(directory, image, self._world_size, ranks_timeout_s=1.0)
+        if self.page is not None:
+            self.page.set_persisted(step)
+
+    def _checkpoint(self, step: int) -> None:
+        checkpoints = self.checkpoints
+        if checkpoints is None or not checkpoints.is_due(step):
+            return
+        if _disk().step_dir(checkpoints.directory, step).exists():
+            return
+        image = None
+        if self._rank == 0:
+            if checkpoints.is_busy():
+                self._note(
+                    f"checkpoint of step {step} is skipped: the last one is still being written"
+                )
+                return
+            image = self._image(step).on_cpu()
+        checkpoints.start(step, self._rank, self._world_size, self._rng[step], image)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Waits for a checkpoint that is being written; False when it is not done in time."""
+        return self.checkpoints is None or bool(self.checkpoints.wait_idle(timeout_s))
+
+    def _progress(self) -> None:
+        if self.page is not None:
+            self.page.progress()
+
+
+def _scaler_marks(inventory: Inventory) -> list[Any]:
+    """What scaler.update() moves: identity and version of its scale."""
+    return [
+        None if scaler._scale is None else (id(scaler._scale), scaler._scale._version)
+        for scaler in inventory.scalers
+    ]
+
+
+def _fingerprint(module: nn.Module) -> list[int]:
+    """A sum over the bits of every parameter.
+
+    Version counters would not do: `weight.data.normal_()`, the usual way to initialise, does not
+    move them.
+    """
+    sums = []
+    for param in module.parameters():
+        if isinstance(param, nn.parameter.UninitializedTensorMixin) or not param.numel():
+            continue
+        data = param.detach()
+        if data.is_complex():
+            data = torch.view_as_real(data)
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            data.element_size()
+        ]
+        sums.append(int(data.view(whole).sum(dtype=torch.int64)))
+    return sums
+
+
+def _disk() -> Any:
+    """DCP takes a while to import: only jobs with a checkpoint directory pay for it."""
+    from resilient.state import disk
+
+    return disk

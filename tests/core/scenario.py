@@ -1,0 +1,312 @@
+"""Scripts of events and the effects they must have: a small language and its runner.
+
+A file is one scenario. Lines:
+
+    # text                       for people
+    config replace=no min_world_size=2
+    world 4                      a node of 4 slots: workers w0..w3, trains in generation 0; then, when
+                                 spares are configured, w4... are started (not ready yet)
+    fresh 4                      the same node, before any worker is ready
+    @12.5 exited w2 -9 step=40   an event, at that time (default: the time of the last one)
+    > kill w0: reason            an effect of the event before; all of them, in order
+    = running wake=5 ...         the state after it: phase, wake time, what else `describe` gives
+
+Events: see EVENTS below; a worker is w<number>, the generation is the current plan's unless gen= says
+otherwise. `enter` stands for joined and restored of every member of the plan.
+
+A file is complete: an effect that is not listed fails it. `python tests/core/scenario.py FILE...`
+prints files with what happens now; look at every line before you keep it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from resilient.core import coordinator
+from resilient.core import events as ev
+from resilient.core.model import (
+    Config,
+    Cut,
+    ErrorInfo,
+    Fault,
+    Holding,
+    Phase,
+    Slot,
+    State,
+    Worker,
+)
+
+NODE = "n0"
+
+
+# ---------------------------------------------------------------- texts
+
+
+def show_worker(worker: Worker) -> str:
+    return f"w{worker.number}" + ("" if worker.node == NODE else f"@{worker.node}")
+
+
+def show_workers(workers: tuple[Worker, ...]) -> str:
+    return " ".join(show_worker(worker) for worker in workers) or "nobody"
+
+
+def show_slot(slot: Slot) -> str:
+    return f"{slot.node}/{slot.local_rank}"
+
+
+def show_cut(cut: Cut) -> str:
+    holders = f" from {','.join(map(str, cut.holders))}" if cut.holders else ""
+    return f"{cut.kind.value} {cut.step}{holders}"
+
+
+def show_fault(fault: Fault | None) -> str:
+    if fault is None:
+        return "none"
+    status = "" if fault.status is None else f" status {fault.status}"
+    return f"{fault.kind.value} rank {fault.rank} at {fault.step}{status}"
+
+
+def show_effect(effect: ev.Effect) -> str:
+    """One line; reasons are left out (they are for people, and never parsed)."""
+    match effect:
+        case ev.OpenStore(generation):
+            return f"open-store {generation}"
+        case ev.StartWorker(worker, slot, _, restarts):
+            where = "spare" if slot is None else show_slot(slot)
+            return f"start {show_worker(worker)} {where}" + (
+                f" restart {restarts}" * bool(restarts)
+            )
+        case ev.PublishPlan(plan):
+            ranks = " ".join(f"{m.rank}={show_worker(m.worker)}" for m in plan.members)
+            return f"publish {plan.generation}: {ranks}; {show_cut(plan.cut)}"
+        case ev.StartGeneration(plan):
+            return f"start-generation {plan.generation}"
+        case ev.AbortGeneration(generation, workers, _):
+            return f"abort {generation}: {show_workers(workers)}"
+        case ev.DumpStacks(workers):
+            return f"dump {show_workers(workers)}"
+        case ev.TerminateWorker(worker, signum):
+            return f"terminate {show_worker(worker)} {signum}"
+        case ev.KillWorker(worker, _):
+            return f"kill {show_worker(worker)}"
+        case ev.ExcludeSlot(slot, _):
+            return f"exclude {show_slot(slot)}"
+        case ev.Persist(worker, step):
+            return f"persist {show_worker(worker)} {step}"
+        case ev.Close(workers):
+            return f"close {show_workers(workers)}"
+        case ev.Stop(workers, outcome, _):
+            return f"stop {show_workers(workers)} ({outcome.value})"
+        case ev.Finish(outcome, cause, _):
+            return f"finish {outcome.value}; cause: {show_fault(cause)}"
+    raise AssertionError(effect)
+
+
+def describe(state: State, wake_s: float | None) -> str:
+    wake = "never" if wake_s is None else f"{wake_s:g}"
+    return f"{state.phase.value} wake={wake}"
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass
+class Line:
+    """One event as it was written: positional words and key=value words."""
+
+    name: str
+    words: list[str]
+    options: dict[str, str] = field(default_factory=dict)
+
+    def worker(self) -> Worker:
+        return parse_worker(self.words[0])
+
+    def number(self, name: str, default: int | None = None) -> Any:
+        value = self.options.get(name)
+        return default if value is None else int(value)
+
+
+def parse_worker(word: str) -> Worker:
+    number, _, node = word.removeprefix("w").partition("@")
+    return Worker(node or NODE, int(number))
+
+
+def parse_slot(word: str) -> Slot:
+    node, _, local_rank = word.partition("/")
+    return Slot(node, int(local_rank))
+
+
+def _generation(line: Line, state: State) -> int:
+    current = state.plan.generation if state.plan else -1
+    return line.number("gen", current)
+
+
+def _holdings(line: Line, step: int) -> tuple[Holding, ...]:
+    """ "clean" is the default; "dirty" or undo=STEP say otherwise."""
+    if "undo" in line.options:
+        return (Holding(int(line.options["undo"]), "undo"),)
+    if "none" in line.words or "dirty" in line.words:
+        return ()
+    return (Holding(step, "live"),)
+
+
+def _error(line: Line) -> ErrorInfo:
+    name = line.options.get("error", "builtins.ValueError")
+    return ErrorInfo(name, line.options.get("at", "train.py:7"))
+
+
+def _leaving(cls: type[Any]) -> Callable[[Line, State], ev.Event]:
+    def make(line: Line, state: State) -> ev.Event:
+        step = line.number("step", 0)
+        more = {}
+        if cls is ev.WorkerFailed:
+            more = {"error": _error(line), "in_collective": "collective" in line.words}
+        event: ev.Event = cls(
+            worker=line.worker(),
+            generation=_generation(line, state),
+            step=step,
+            holdings=_holdings(line, step),
+            persisted_step=line.number("persisted"),
+            **more,
+        )
+        return event
+
+    return make
+
+
+def _exited(line: Line, state: State) -> ev.Event:
+    return ev.WorkerExited(
+        line.worker(), int(line.words[1]), line.number("step", 0), line.number("persisted")
+    )
+
+
+def _hung(line: Line, state: State) -> ev.Event:
+    workers = tuple(parse_worker(word) for word in line.words)
+    return ev.WorkersHung(_generation(line, state), workers, line.number("step", 0), began_s=0.0)
+
+
+EVENTS: dict[str, Callable[[Line, State], ev.Event]] = {
+    "node": lambda line, _: ev.NodeJoined(line.words[0], int(line.words[1])),
+    "node-left": lambda line, _: ev.NodeLeft(line.words[0]),
+    "store": lambda line, _: ev.StoreOpened(int(line.words[0]), "127.0.0.1", 1),
+    "ready": lambda line, _: ev.WorkerReady(line.worker(), line.number("persisted")),
+    "joined": lambda line, state: ev.WorkerJoined(line.worker(), _generation(line, state)),
+    "restored": lambda line, state: ev.WorkerRestored(line.worker(), _generation(line, state)),
+    "stepped": lambda line, state: ev.WorkerStepped(
+        line.worker(), _generation(line, state), line.number("step")
+    ),
+    "interrupted": _leaving(ev.WorkerInterrupted),
+    "failed": _leaving(ev.WorkerFailed),
+    "finished": _leaving(ev.WorkerFinished),
+    "exited": _exited,
+    "hung": _hung,
+    "slow": lambda line, state: ev.WorkerSlow(line.worker(), _generation(line, state)),
+    "pace": lambda line, _: ev.PaceMeasured(float(line.words[0])),
+    "health": lambda line, _: ev.HealthCheckFailed(parse_slot(line.words[0]), "bad"),
+    "persisted": lambda line, _: ev.Persisted(line.worker(), line.number("step"), "disk full"),
+    "drain": lambda line, _: ev.DrainRequested(
+        int(line.words[0]) if line.words else 15, "force" in line.words
+    ),
+    "time": lambda line, _: ev.TimePassed(),
+}
+
+
+def parse_config(words: list[str]) -> Config:
+    values: dict[str, Any] = {}
+    types = {f.name: f.type for f in fields(Config)}
+    for word in words:
+        name, _, value = word.partition("=")
+        kind = types[name]
+        values[name] = (
+            value == "yes" if kind == "bool" else (int if kind == "int" else float)(value)
+        )
+    return Config(**values)
+
+
+# ---------------------------------------------------------------- running
+
+
+class Scenario:
+    """One run. Feed it lines; it gives back what happened, as lines."""
+
+    def __init__(self) -> None:
+        self.state = coordinator.initial(Config())
+        self.now_s = 0.0
+        self.wake_s: float | None = None
+
+    def feed(self, event: ev.Event) -> list[str]:
+        decision = coordinator.step(self.state, event, self.now_s)
+        assert decision.reason
+        self.state, self.wake_s = decision.state, decision.wake_s
+        return [show_effect(effect) for effect in decision.effects]
+
+    def line(self, text: str) -> list[str]:
+        """Carries out one line that is neither comment nor expectation."""
+        words = text.split()
+        if words[0].startswith("@"):
+            self.now_s = float(words.pop(0)[1:])
+        name, rest = words[0], words[1:]
+        options = dict(word.split("=", 1) for word in rest if "=" in word)
+        line = Line(name, [word for word in rest if "=" not in word], options)
+        if name == "config":
+            self.state = coordinator.initial(parse_config(rest))
+            return []
+        if name == "fresh":
+            return self._fresh(int(rest[0]))
+        if name == "world":
+            return self._world(int(rest[0]))
+        if name == "enter":
+            return self._enter()
+        return self.feed(EVENTS[name](line, self.state))
+
+    def _fresh(self, num_slots: int) -> list[str]:
+        effects = self.feed(ev.NodeJoined(NODE, num_slots))
+        return effects + self.feed(ev.StoreOpened(0, "127.0.0.1", 1))
+
+    def _world(self, num_slots: int) -> list[str]:
+        """Brings it up; its effects are those of forming.txt and are not repeated."""
+        self._fresh(num_slots)
+        for number in range(num_slots):
+            self.feed(ev.WorkerReady(Worker(NODE, number)))
+        self._enter()
+        self.feed(ev.StoreOpened(1, "127.0.0.1", 1))
+        assert self.state.phase is Phase.RUNNING
+        return []
+
+    def _enter(self) -> list[str]:
+        assert self.state.plan is not None
+        effects = []
+        for member in self.state.plan.members:
+            generation = self.state.plan.generation
+            effects += self.feed(ev.WorkerJoined(member.worker, generation))
+            effects += self.feed(ev.WorkerRestored(member.worker, generation))
+        return effects
+
+
+def run(text: str) -> str:
+    """The file with what happens now in place of what was expected."""
+    return "\n".join(_run(text.splitlines())) + "\n"
+
+
+def _run(lines: list[str]) -> Iterator[str]:
+    scenario = Scenario()
+    for line in lines:
+        stripped = line.split("#")[0].strip()
+        if stripped.startswith((">", "=")):
+            continue
+        yield line.rstrip()
+        if not stripped:
+            continue
+        for effect in scenario.line(stripped):
+            yield f"  > {effect}"
+        if stripped.split()[0] not in ("config",):
+            yield f"  = {describe(scenario.state, scenario.wake_s)}"
+
+
+if __name__ == "__main__":
+    for path in sys.argv[1:]:
+        with open(path) as file:
+            print(run(file.read()), end="")

@@ -1,0 +1,98 @@
+"""The `resilient` command: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from resilient.report import cli
+from tests.report.journals import Job
+
+NOW = {
+    "phase": "running",
+    "generation": 1,
+    "world_size": 2,
+    "steps": {"0": 57, "1": 56},
+    "pids": {"0": 7, "1": 8},
+    "spares": 1,
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = tmp_path / "none_x"
+    run.mkdir()
+    job = Job(run / "journal.jsonl")
+    job.start()
+    job.die(3.0, rank=2, step=40, began_s=2.9)
+    for rank in (0, 1, 3):
+        job.interrupt(3.1, rank, 40)
+    job.enter(3.1, joined_s=3.2, restored_s=3.3)
+    job.step_all(3.4, 41)
+    return run
+
+
+def test_report(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run_dir.parent)]) == 0
+    out = capsys.readouterr().out
+    assert "recovery 1: rank 2 died (SIGKILL), at step 40: 500 ms" in out
+
+
+def test_report_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "--json", str(run_dir)]) == 0
+    value = json.loads(capsys.readouterr().out)
+    (recovery,) = value["recoveries"]
+    assert recovery["causes"][0]["rank"] == 2
+    assert recovery["phases_s"]["detect"] == pytest.approx(0.1)
+    assert value["num_steps"] == 41
+
+
+def test_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("resilient: no journal.jsonl in")
+
+
+def test_status_of_a_job_whose_agent_is_gone(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", str(run_dir)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("no agent answers: the job was killed\nrunning (running): 41 steps")
+
+
+def test_status_asks_the_agent(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        directory = os.open(run_dir, os.O_PATH)
+        server.bind(f"/proc/self/fd/{directory}/{cli.STATUS_SOCKET}")
+        os.close(directory)
+        server.listen()
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(json.dumps(NOW).encode())
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert cli.main(["status", str(run_dir)]) == 0
+        thread.join(timeout=10)
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "now: running, generation 1, 2 ranks, 1 spares\n  rank 0: 57 steps, pid 7\n"
+    )
+    assert "recovery 1" in out
+
+
+def test_no_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 2
+    assert "usage: resilient" in capsys.readouterr().err
