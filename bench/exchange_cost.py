@@ -6,6 +6,7 @@ Run: python bench/exchange_cost.py [--ranks 4] [--steps 200]
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
@@ -23,7 +24,7 @@ from resilient.worker.exchange import Exchanges
 def mlp(*sizes: int) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -64,7 +65,7 @@ def rank_main(rank: int, num_ranks: int, store: str, num_steps: int) -> None:
         ddp_times: list[float] = []
         for _ in range(4):
             our_times += steps(
-                ours, sizes[0], count, lambda e=exchanges: e.part(0, True, 16, 16 * num_ranks, None)
+                ours, sizes[0], count, lambda e=exchanges: e.part(0, True, 16, 16 * num_ranks, 0)
             )
             ddp_times += steps(ddp, sizes[0], count)
         exchanges.detach()

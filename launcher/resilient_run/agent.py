@@ -426,7 +426,8 @@ class Agent:
         self.console.say(LOST_ZYGOTE)
         self._effects.clear()
         self._events.clear()
-        for worker in sorted(self.workers):
+        for worker, process in sorted(self.workers.items()):
+            process.kill_group()
             self._decide(ev.WorkerExited(worker, -signal.SIGKILL, note=LOST_ZYGOTE))
         self._effects.clear()
         self._done.set_result(ev.Finish(Outcome.UNRECOVERABLE, cause, LOST_ZYGOTE))

@@ -40,11 +40,13 @@ def run(launch: Launch, child: Child) -> int:
         The exit code after an exception or a normal end; SystemExit passes.
     """
     page = _observe(child)
+    # All workers have inherited one random state; fresh processes would have seeded themselves.
+    # (Python's own is seeded again at each fork.)
     if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
         _take_num_threads()
         _tick_at_optimizer_steps(page)
     if "numpy.random" in sys.modules:
-        # All workers have inherited one state; fresh processes would have seeded themselves.
         sys.modules["numpy.random"].seed()
     _unbuffer_streams()
     set_first_path(launch)

@@ -69,6 +69,14 @@ class WorkerProcess:
             except ProcessLookupError:
                 pass
 
+    def kill_group(self) -> None:
+        """When there is no zygote to do it: the worker died with it, what it started did not."""
+        if self.pid is not None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+
     def close(self) -> None:
         """After it was reaped. The page stays: a successor may need what is in it."""
         self.socket.close()

@@ -241,10 +241,7 @@ class _Zygote:
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         try:
             for name in DEFAULT_PRELOAD:
-                try:
-                    importlib.import_module(name)
-                except ImportError:  # TODO-L
-                    pass
+                importlib.import_module(name)
             for name in self.launch.preload:
                 try:
                     importlib.import_module(name)

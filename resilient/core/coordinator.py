@@ -31,6 +31,7 @@ from resilient.core.model import (
 from resilient.core.move import INSIDE, Move, describe_status
 from resilient.core.policy import root_cause
 from resilient.core.transitions import (
+    SIGKILL_STATUS,
     abort,
     advance,
     close,
@@ -315,7 +316,28 @@ def _exited_closed(move: Move, event: ev.WorkerExited) -> None:
             note="after main() had returned",
             error=event.error,
         )
-        move.set(outcome=Outcome.SCRIPT_FAILED, root_cause=move.state.faults[-1])
+        _fail_closed(move)
+
+
+def _fail_closed(move: Move) -> None:
+    """Training is done, and one script failed after it: its peers end as under any launcher."""
+    move.set(outcome=Outcome.SCRIPT_FAILED, root_cause=move.state.faults[-1])
+    for worker in move.living():
+        move.do(ev.TerminateWorker(worker))
+    move.enter(Phase.CLOSED, move.state.config.grace_s)
+
+
+def _hung_closed(move: Move, event: ev.WorkersHung) -> None:
+    """Told that every rank has finished, and these do not return from main()."""
+    living = [w for w in event.workers if w in move.living()]
+    if not move.current(event.generation) or move.state.outcome is not Outcome.DONE or not living:
+        return
+    move.do(ev.DumpStacks(tuple(living)))
+    for worker in living:
+        details = {"began_s": event.began_s, "status": SIGKILL_STATUS, "note": event.note}
+        move.fault(FaultKind.HUNG, worker, event.step, **details)
+        move.kill(worker, "does not return from main()")
+    _fail_closed(move)
 
 
 def _hung(move: Move, event: ev.WorkersHung) -> None:
@@ -367,6 +389,7 @@ def _drain(move: Move, event: ev.DrainRequested) -> None:
     elif move.state.phase is Phase.COLLECTING and move.state.outcome is None:
         end(move, Outcome.DRAINED, f"asked to stop by signal {event.signum}")
     elif move.state.phase is Phase.CLOSED and move.state.deadline_s is None:
+        move.set(outcome=Outcome.SIGNALLED)  # trained to the end, but not run to its end
         for worker in move.living():
             move.do(ev.TerminateWorker(worker, event.signum))
         move.enter(Phase.CLOSED, move.state.config.grace_s)
@@ -412,7 +435,7 @@ TABLE: dict[type[Any], dict[Phase, Handler]] = {
     ev.WorkerExited: _row(
         _exited_forming, _exited,   _exited,      _exited,      _exited,      _exited_closed),
     ev.WorkersHung: _row(
-        _hung_forming, _hung,       _no,          _no,          _hung,        _no),
+        _hung_forming, _hung,       _no,          _no,          _hung,        _hung_closed),
     ev.WorkerSlow: _always(_no),
     ev.PaceMeasured: _always(_pace),
     ev.HealthCheckFailed: _row(

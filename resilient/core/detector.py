@@ -163,6 +163,7 @@ class Detector:
         self._members: frozenset[Worker] = frozenset()
         self._generation = -1
         self._decorated = True
+        self._closing = False
         self._started_s = 0.0
         self._watched: dict[Worker, _Watched] = {}
         self._observed_s = 0.0  # the clock of observed time
@@ -182,6 +183,17 @@ class Detector:
         self._generation = generation
         self._members = frozenset(workers)
         self._decorated = decorated
+        self._closing = False
+        self._started_s = now_s
+        self._watched = {}
+
+    def close(self, now_s: float) -> None:
+        """Every member has finished and was told to return from main().
+
+        From here on only those whose page still says FINISHED are watched, with the first step's
+        limit; whoever has returned from main() says something else, and takes as long as it likes.
+        """
+        self._closing = True
         self._started_s = now_s
         self._watched = {}
 
@@ -293,6 +305,10 @@ class Detector:
             if self.limits.hang_timeout_s is None or pulse.ticks == 0:
                 return None
             return _Case(pulse, stall_s, usual_s, False)
+        if self._closing:
+            if pulse.activity is not Activity.FINISHED:
+                return None
+            return _Case(pulse, stall_s, self.limits.first_step_timeout_s, False)
         entered = pulse.generation == self._generation
         if entered and pulse.activity in (Activity.FINISHED, Activity.PERSISTING):
             return None

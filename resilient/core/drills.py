@@ -1,8 +1,9 @@
 """Fire drills: what `--inject` may ask for, as data.
 
-One text names one fault: ``kill:rank=2,step=40``. The launcher parses it to refuse a wrong one before
-anything starts; the worker parses the same text and strikes itself (`resilient.worker.drill`), since
-only the worker knows that it is at step 40, or between an optimizer's two hooks.
+One text names one fault: ``kill:rank=2,step=40``. The launcher parses it to refuse a wrong one
+before anything starts; the worker parses the same text and strikes itself
+(`resilient.worker.drill`), since only it knows that it is at step 40, or between an optimizer's two
+hooks.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def parse(spec: str) -> Drill:
         times=1 if times is None else times,
     )
     if drill.code > 255 or drill.times < 1 or (seconds is not None and math.isinf(seconds)):
-        raise ConfigError(f"--inject {spec!r}: code is at most 255, times at least 1, seconds finite")
+        raise ConfigError(
+            f"--inject {spec!r}: code is at most 255, times at least 1, seconds finite"
+        )
     return drill
 
 

@@ -112,7 +112,11 @@ def _form(move: Move, store: tuple[str, int]) -> None:
         slot
         for node, num_slots in sorted(move.state.nodes.items())
         for slot in (Slot(node, local_rank) for local_rank in range(num_slots))
+        if slot not in move.state.excluded
     ]
+    if len(slots) < move.state.config.min_world_size:
+        close(move, Outcome.UNRECOVERABLE, f"{len(slots)} slots are left")
+        return
     members = tuple(
         Member(rank, slot, move.start(slot, slot.node)) for rank, slot in enumerate(slots)
     )
@@ -346,6 +350,8 @@ def close(move: Move, outcome: Outcome, reason: str) -> None:
 
 
 def _advance_closed(move: Move) -> None:
+    if move.state.workers and not move.living() and move.state.deadline_s is None:
+        move.enter(Phase.CLOSED, move.state.config.kill_timeout_s)  # scripts are done; spares die
     if move.state.workers and move.expired:
         if move.living():
             for worker in move.living():

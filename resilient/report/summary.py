@@ -73,6 +73,7 @@ class Recovery:
         ended_s: first committed step; None: never came.
         resume_step: the step training went on from; None: it did not.
         world_size: of the generation that went on; None: none did.
+        shrunk: that one has fewer ranks than the one that ended.
         num_redone: committed steps that were made again.
         restart: an unmodified script was started again, from its beginning.
     """
@@ -86,6 +87,7 @@ class Recovery:
     phases: Phases
     resume_step: int | None = None
     world_size: int | None = None
+    shrunk: bool = False
     num_redone: int = 0
     restart: bool = False
 
@@ -149,6 +151,7 @@ class _Open:
     first_seen_s: float
     step: int
     generation: int
+    old_world_size: int
     attempts: list[_Attempt] = field(default_factory=lambda: [_Attempt()])
     collecting_s: float | None = None
     started_s: float | None = None
@@ -248,7 +251,8 @@ class _Reader:
 
     def _add(self, fault: Fault, now_s: float) -> None:
         if self.open is None:
-            self.open = _Open(now_s, max(fault.step, self.num_steps), self.generation)
+            step = max(fault.step, self.num_steps)
+            self.open = _Open(now_s, step, self.generation, self.world_size)
         self.open.attempts[-1].faults.append(fault)
 
     # ------------------------------------------------------------ progress
@@ -444,6 +448,7 @@ def _recovery(opened: _Open, ended_s: float | None, restart: bool) -> Recovery:
         phases=Phases(detect_s, *spans),
         resume_step=resume_step,
         world_size=opened.world_size,
+        shrunk=opened.world_size is not None and opened.world_size < opened.old_world_size,
         num_redone=0 if resume_step is None else max(0, opened.step - resume_step),
         restart=restart,
     )

@@ -28,7 +28,8 @@ def summary_text(summary: Summary) -> str:
     """The report, as several lines without a newline at the end."""
     lines = [_head(summary)]
     if summary.root_cause is not None:
-        lines += [f"  cause: {fault_text(summary.root_cause)}, at step {summary.root_cause.step}"]
+        where = _where(summary.root_cause.step, scripted=summary.training_s is None)
+        lines += [f"  cause: {fault_text(summary.root_cause)}{where}"]
         lines += _details(summary.root_cause)
         if summary.collateral:
             lines += [f"  followed from it: {_folded(summary.collateral)}"]
@@ -42,7 +43,8 @@ def fault_text(fault: Fault) -> str:
     """One fault: who, and what happened, in one line."""
     who = "a process without a rank" if fault.rank is None else f"rank {fault.rank}"
     if fault.kind is FaultKind.DIED:
-        return f"{who} {_status_text(fault.status)}"
+        error = f": {_error_text(fault.error)}" if fault.error is not None else ""
+        return f"{who} {_status_text(fault.status)}{error}"
     if fault.kind is FaultKind.RAISED:
         return f"{who} raised {_error_text(fault.error)}"
     if fault.kind is FaultKind.COLLECTIVE:
@@ -60,15 +62,16 @@ def _head(summary: Summary) -> str:
         state = _ENDS.get(summary.outcome, f"FAILED: {summary.outcome.value}")
     if summary.drained_by is not None:
         state += f" ({_signal_name(summary.drained_by)})"
-    parts = [f"{summary.num_steps} {_plural('step', summary.num_steps)}"]
+    parts = []
     if summary.training_s is not None:
-        parts[0] += f" in {summary.training_s:.1f} s"
+        steps = f"{summary.num_steps} {_plural('step', summary.num_steps)}"
+        parts.append(f"{steps} in {summary.training_s:.1f} s")
         parts.append(f"start-up {summary.startup_s or 0.0:.1f} s")
     if summary.world_size:
         parts.append(f"{summary.world_size} {_plural('rank', summary.world_size)}")
     if summary.num_generations > 1:
         parts.append(f"{summary.num_generations} generations")
-    line = f"{state}: {', '.join(parts)}"
+    line = f"{state}: {', '.join(parts) or 'nothing has begun'}"
     if summary.outcome not in (None, Outcome.DONE) and summary.reason:
         line += f"\n  {summary.reason}"
     return line
@@ -78,7 +81,8 @@ def _recovery_lines(number: int, recovery: Recovery) -> list[str]:
     first, *others = recovery.causes
     word = "restart" if recovery.restart else "recovery"
     total = "not ended" if recovery.total_s is None else f"{recovery.total_s * 1000:.0f} ms"
-    lines = [f"{word} {number}: {fault_text(first)}, at step {recovery.step}: {total}"]
+    where = _where(recovery.step, scripted=recovery.restart)
+    lines = [f"{word} {number}: {fault_text(first)}{where}: {total}"]
     lines += [f"  then, on the way: {fault_text(fault)}" for fault in others]
     if not recovery.restart:
         phases = [
@@ -89,13 +93,18 @@ def _recovery_lines(number: int, recovery: Recovery) -> list[str]:
     notes = []
     if recovery.resume_step is not None and recovery.num_redone:
         notes.append(f"{recovery.num_redone} steps made again from step {recovery.resume_step}")
-    if recovery.world_size is not None:
+    if recovery.shrunk:
         notes.append(f"went on with {recovery.world_size} ranks")
     if recovery.collateral:
         notes.append(f"followed from it: {_folded(recovery.collateral)}")
     if notes:
         lines.append(f"  {'; '.join(notes)}")
     return lines
+
+
+def _where(step: int, *, scripted: bool) -> str:
+    """The steps of a script that is not decorated are its own affair."""
+    return "" if scripted else f", at step {step}"
 
 
 def _tail(summary: Summary) -> list[str]:

@@ -12,6 +12,7 @@ an unpickler that knows DCP's own classes, and nothing else.
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import os
@@ -41,6 +42,8 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 RANKS_TIMEOUT_S = 30.0
 """How long rank 0 waits for the other ranks' files before it gives a checkpoint up."""
+STALE_TIMEOUT_S = 1.0
+"""The same, once the generation has ended: what is on its way is still worth waiting for."""
 
 _STEP_DIR = re.compile(r"step-(\d{8,})")
 _HIDDEN_DIR = re.compile(r"\.(?:pending|removing)-step-(\d{8,})")
@@ -71,8 +74,8 @@ class Found:
     problem: str = ""
 
 
-def scan(directory: str | os.PathLike[str]) -> Iterator[Found]:
-    """The checkpoints in directory, newest first, each read and checked as it is asked for."""
+def scan(directory: str | os.PathLike[str], *, thorough: bool = True) -> Iterator[Found]:
+    """The checkpoints in directory, newest first, each checked as it is asked for."""
     try:
         names = os.listdir(directory)
     except OSError:
@@ -80,15 +83,18 @@ def scan(directory: str | os.PathLike[str]) -> Iterator[Found]:
     steps = sorted((int(m[1]) for name in names if (m := _STEP_DIR.fullmatch(name))), reverse=True)
     for step in steps:
         path = step_dir(directory, step)
-        yield Found(step, path, _problem(path))
+        yield Found(step, path, _problem(path, thorough))
 
 
-def _problem(path: Path) -> str:
+def _problem(path: Path, thorough: bool = True) -> str:
     try:
-        check(path)
+        check(path, thorough=thorough)
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+_scanned: dict[str, set[int]] = {}  # directory -> steps found damaged when it was first looked at
 
 
 def newest_complete(
@@ -96,19 +102,29 @@ def newest_complete(
 ) -> int | None:
     """The step of the newest checkpoint that is whole, or None.
 
+    The first time, every byte is read until one is found whole. Later in the life of a process,
+    when it is asked in the middle of a recovery, what the living job has added is only measured.
+
     Args:
         note: is told, in one line each, which newer ones are skipped and why.
     """
-    for found in scan(directory):
+    key = os.path.realpath(directory)
+    first = key not in _scanned
+    damaged = _scanned.setdefault(key, set())
+    for found in scan(directory, thorough=first):
+        if found.step in damaged:
+            continue
         if not found.problem:
             return found.step
+        if first:
+            damaged.add(found.step)
         if note is not None:
             note(f"checkpoint {found.path.name} is skipped: {found.problem}")
     return None
 
 
-def check(path: Path) -> dict[str, Any]:
-    """Reads every byte of a checkpoint once.
+def check(path: Path, *, thorough: bool = True) -> dict[str, Any]:
+    """Whether a checkpoint is whole: its files' sizes and, if thorough, every byte of them.
 
     Returns:
         its manifest.
@@ -118,9 +134,7 @@ def check(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         files = dict(manifest["files"])
-        version, step, world_size = (
-            int(manifest[name]) for name in ("version", "step", "world_size")
-        )
+        version, step = int(manifest["version"]), int(manifest["step"])
     except OSError as error:
         raise CheckpointCorrupt(f"no {MANIFEST} ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -133,15 +147,17 @@ def check(path: Path) -> dict[str, Any]:
         if os.path.basename(name) != name:
             raise CheckpointCorrupt(f"it names a file outside its directory: {name!r}")
         try:
-            found = _measure(path / name)
+            if thorough:
+                found = _measure(path / name)
+            else:
+                found = (os.stat(path / name).st_size, checksum)
         except OSError as error:
             raise CheckpointCorrupt(f"{name}: {error.strerror}") from None
         if found != (size, checksum):
             what = "is cut short" if found[0] < size else "is damaged"
             raise CheckpointCorrupt(f"{name} {what}")
-    for name in [".metadata", *(_rng_name(rank) for rank in range(world_size))]:
-        if name not in files:
-            raise CheckpointCorrupt(f"{name} is missing")
+    if ".metadata" not in files:
+        raise CheckpointCorrupt(".metadata is missing")
     read_metadata(path)
     return dict(manifest)
 
@@ -234,8 +250,8 @@ def load(directory: str | os.PathLike[str], step: int, rank: int) -> tuple[Image
     """Reads a checkpoint whole, in any world size.
 
     Returns:
-        the image, on the CPU; and the random number generators of that rank, None when the world
-        was smaller then.
+        the image, on the CPU; and the random number generators of that rank, None when they are
+        not in it (the world was smaller then).
     Raises:
         CheckpointMissing: no checkpoint of that step.
         CheckpointCorrupt: it is damaged.
@@ -248,6 +264,7 @@ def load(directory: str | os.PathLike[str], step: int, rank: int) -> tuple[Image
     tensors: dict[str, Any] = {}
     try:
         for key, entry in listed.items():
+            assert isinstance(entry, metadata.TensorStorageMetadata)  # read_metadata checked it
             tensors[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
         dcp.load(tensors, storage_reader=_Reader(path), planner=_Planner(), no_dist=True)
         small = tensors.pop(_SMALL_KEY)
@@ -262,6 +279,10 @@ def load(directory: str | os.PathLike[str], step: int, rank: int) -> tuple[Image
 
 
 # ---------------------------------------------------------------- writing
+
+
+def _never() -> bool:
+    return False
 
 
 def write_rng(directory: str | os.PathLike[str], step: int, rank: int, rng: bytes) -> None:
@@ -279,7 +300,8 @@ def save(
     world_size: int,
     *,
     ranks_timeout_s: float = RANKS_TIMEOUT_S,
-    is_stale: Callable[[], bool] = lambda: False,
+    is_stale: Callable[[], bool] = _never,
+    needs_all_ranks: bool = True,
 ) -> None:
     """Writes and publishes the checkpoint of image.step, once every rank's `write_rng` is there.
 
@@ -287,7 +309,7 @@ def save(
         image: on the CPU, and nobody writes to it.
         is_stale: tells when the generation that wrote it has ended, and waiting is in vain.
     Raises:
-        CheckpointMissing: a rank's file did not come; nothing is published.
+        CheckpointMissing: a rank's file did not come, and all are needed; nothing is published.
         OSError: the storage refuses.
     """
     final, pending = step_dir(directory, image.step), _pending_dir(directory, image.step)
@@ -305,8 +327,10 @@ def save(
     tensors[_SMALL_KEY] = torch.frombuffer(small, dtype=torch.uint8)
     writer = dcp.FileSystemWriter(pending, sync_files=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
-    _wait_ranks(pending, world_size, ranks_timeout_s, is_stale)
-    wanted = [_rng_name(rank) for rank in range(world_size)]
+    missing = _wait_ranks(pending, world_size, ranks_timeout_s, is_stale)
+    if missing and needs_all_ranks:
+        raise CheckpointMissing(f"its ranks left no {', '.join(sorted(missing))}", step=image.step)
+    wanted = sorted({_rng_name(rank) for rank in range(world_size)} - missing)
     names = [n for n in os.listdir(pending) if n.endswith(".distcp")] + [".metadata", *wanted]
     manifest = {
         "version": FORMAT_VERSION,
@@ -325,17 +349,24 @@ def save(
         _remove(final)
     os.rename(pending, final)
     _sync_dir(Path(directory))
+    _scanned.get(os.path.realpath(directory), set()).discard(image.step)
 
 
 def _wait_ranks(
     pending: Path, world_size: int, timeout_s: float, is_stale: Callable[[], bool]
-) -> None:
+) -> set[str]:
+    """Waits for every rank's generators; returns the names of those that did not come."""
     deadline_s = time.monotonic() + timeout_s
     wanted = {_rng_name(rank) for rank in range(world_size)}
     while missing := wanted - set(os.listdir(pending)):
-        if is_stale() or time.monotonic() > deadline_s:
-            raise CheckpointMissing(f"its rank left no {', '.join(sorted(missing))}")
+        now_s = time.monotonic()
+        if is_stale():
+            deadline_s = min(deadline_s, now_s + STALE_TIMEOUT_S)
+            is_stale = _never  # the bound is set once
+        if now_s > deadline_s:
+            break
         time.sleep(0.005)
+    return missing
 
 
 def _write_durably(path: Path, data: bytes) -> None:
@@ -399,22 +430,17 @@ class Checkpoints:
 
     The caller skips a step on rank 0 while the last one is still being written (`is_busy`); the
     other ranks' files are small and wait in line.
-
-    Attributes:
-        every: steps from one to the next; 0: only when asked.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        every: int,
         *,
         keep: int = 2,
         note: Callable[[str], None] | None = None,
         published: Callable[[int], None] | None = None,
     ) -> None:
         self.directory = Path(directory)
-        self.every = every
         self._keep = keep
         self._note = note or (lambda line: None)
         self._published = published or (lambda step: None)
@@ -423,9 +449,7 @@ class Checkpoints:
         self._num_waiting = 0
         self._thread: threading.Thread | None = None
         self._entry = 0
-
-    def is_due(self, step: int) -> bool:
-        return self.every > 0 and step > 0 and step % self.every == 0
+        atexit.register(self._close)
 
     def is_busy(self) -> bool:
         return self._num_waiting > 0
@@ -451,7 +475,7 @@ class Checkpoints:
             try:
                 write_rng(self.directory, job.step, job.rank, job.rng)
                 if job.image is not None:
-                    self._finish(job.image, job.world_size, lambda: job.entry != self._entry)
+                    self._write(job.image, job.world_size, job.entry)
             except Exception as error:
                 # The training goes on: the checkpoint before this one is still there.
                 self._note(f"checkpoint of step {job.step} was not written: {error}")
@@ -460,10 +484,27 @@ class Checkpoints:
                 self._num_waiting -= 1
                 self._idle.notify_all()
 
-    def _finish(self, image: Image, world_size: int, is_stale: Callable[[], bool]) -> None:
-        save(self.directory, image, world_size, is_stale=is_stale)
+    def _write(self, image: Image, world_size: int, entry: int) -> None:
+        save(self.directory, image, world_size, is_stale=lambda: self._entry != entry)
         self._published(image.step)
         prune(self.directory, self._keep)
+
+    def finish(self, image: Image, world_size: int) -> None:
+        """Writes, publishes and prunes, in this thread, with the generators that are there."""
+        save(
+            self.directory,
+            image,
+            world_size,
+            ranks_timeout_s=STALE_TIMEOUT_S,
+            needs_all_ranks=False,
+        )
+        self._published(image.step)
+        prune(self.directory, self._keep)
+
+    def _close(self) -> None:
+        """At the end of the process: what is under way is finished, the thread is a daemon."""
+        self.enter()
+        self.wait_idle(RANKS_TIMEOUT_S)
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Waits for what is under way; False when it is not done in time."""

@@ -1,7 +1,7 @@
 """Plain state to MessagePack and back, the same in type and bits; never pickle.
 
-A state is packed into a *node*: scalars stand for themselves, everything else is an array that
-begins with a tag. So dict keys that are ints, tuples, Counters and numpy values come back as what
+A state is packed into a *node*: scalars, and dicts of scalars, stand for themselves, everything
+else is an array that begins with a tag. So dict keys that are ints, tuples, Counters and numpy values come back as what
 they were, which JSON or bare MessagePack would not give. Tensors are not part of a node: a node
 names them, and the caller keeps them beside it (by reference, as a clone, or in a file). Packing
 copies every container, so a node never changes with the object it came from.
@@ -16,11 +16,13 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from resilient.errors import CheckpointCorrupt, ConfigError
 
 Node = Any
-"""What msgspec can encode: None, bool, int, float, str, bytes, and tagged lists of nodes."""
+"""What msgspec can encode: None, bool, int, float, str, bytes, dicts of those, and tagged lists."""
 
 Put = Callable[[str, torch.Tensor], str]
 """Takes (path, tensor), keeps the tensor, and returns the key that a node will name it by."""
@@ -32,15 +34,26 @@ _LIST, _TUPLE, _DICT, _ORDERED, _COUNTER, _DEFAULT, _SET, _FROZENSET, _DEQUE = r
 _TENSOR, _ARRAY, _NUMPY, _BIG, _SIZE, _DTYPE, _DEVICE, _COMPLEX = range(9, 17)
 
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
-_SEQUENCES = {list: _LIST, tuple: _TUPLE, set: _SET, frozenset: _FROZENSET, torch.Size: _SIZE}
-_MAPPINGS = {dict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
-_FACTORIES = {None: None, **{kind.__name__: kind for kind in (int, float, list, dict, set, str)}}
+_PLAIN_INT = _PLAIN | {int}
+_KEYS = frozenset({str, int})
+_SEQUENCES: dict[type, int] = {
+    list: _LIST,
+    tuple: _TUPLE,
+    set: _SET,
+    frozenset: _FROZENSET,
+    torch.Size: _SIZE,
+}
+_MAPPINGS: dict[type, int] = {dict: _DICT, OrderedDict: _ORDERED, Counter: _COUNTER}
+_FACTORIES: dict[str | None, Any] = {
+    None: None,
+    **{kind.__name__: kind for kind in (int, float, list, dict, set, str)},
+}
 
 
 def check_tensor(tensor: torch.Tensor, path: str) -> None:
     """Raises ConfigError when the tensor is of a kind whose bytes are not its whole state."""
     kind = None
-    if isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if is_lazy(tensor):
         raise ConfigError(f"{path} is not initialised yet: run one batch through it, then protect")
     if tensor.is_meta:
         kind = "a meta tensor"
@@ -48,7 +61,7 @@ def check_tensor(tensor: torch.Tensor, path: str) -> None:
         kind = f"a tensor of layout {tensor.layout}"
     elif tensor.is_quantized or tensor.is_nested:
         kind = "a quantized or nested tensor"
-    elif torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
+    elif is_traceable_wrapper_subclass(tensor):
         kind = f"a {type(tensor).__name__}"
     if kind is not None:
         raise ConfigError(f"{path} is {kind}, which cannot be protected: give a dense tensor")
@@ -69,12 +82,15 @@ def pack(value: Any, path: str, put: Put) -> Node:
     if kind is int:
         # MessagePack ends at 64 bits; numpy generators have integers of 128.
         return value if -(1 << 63) <= value < (1 << 64) else [_BIG, str(value)]
+    if kind is dict and _PLAIN_INT.issuperset(map(type, value.values())):
+        if _KEYS.issuperset(map(type, value)):
+            return value.copy()  # most states are so simple, and are packed at every commit
     tag = _MAPPINGS.get(kind)
     if tag is not None:
         return _pack_items([tag], value, path, put)
     tag = _SEQUENCES.get(kind)
     if tag is not None:
-        node = [tag]
+        node: list[Any] = [tag]
         for index, item in enumerate(value):
             node.append(item if type(item) in _PLAIN else pack(item, f"{path}.{index}", put))
         return node
@@ -127,7 +143,7 @@ def unpack(node: Node, get: Get) -> Any:
         CheckpointCorrupt: it is no node.
     """
     if type(node) is not list:
-        return node
+        return node.copy() if type(node) is dict else node
     tag = node[0] if node else None
     if tag == _TENSOR:
         return get(node[1], node[2])
@@ -173,8 +189,26 @@ def encode(value: Any) -> bytes:
     """A node, or plain lists and dicts of nodes, as bytes."""
     try:
         return _encoder.encode(value)
-    except (UnicodeEncodeError, TypeError, OverflowError) as error:
+    except OverflowError:
+        return _encoder.encode(_without_big(value))
+    except (UnicodeEncodeError, TypeError) as error:
         raise ConfigError(f"the state cannot be encoded: {error}") from None
+
+
+def _without_big(value: Any) -> Any:
+    """The same with the integers of more than 64 bits, in dicts of scalars, tagged."""
+    if type(value) is dict:
+        if not _PLAIN_INT.issuperset(map(type, value.values())):
+            return {key: _without_big(item) for key, item in value.items()}
+        node: list[Any] = [_DICT]
+        for key, item in value.items():
+            node += [pack(key, "", _no_tensors), pack(item, "", _no_tensors)]
+        return node
+    return [_without_big(item) for item in value] if type(value) is list else value
+
+
+def _no_tensors(path: str, tensor: torch.Tensor) -> str:
+    raise AssertionError("a dict of scalars holds no tensor")
 
 
 def decode(data: bytes | memoryview) -> Any:

@@ -38,15 +38,17 @@ class OptimizerEntry:
         self.name = name
         self.optimizer = optimizer
         self.params: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._num_groups = len(optimizer.param_groups)
         self.states: Tensors = {}
         self.tensors: list[Tensor] = []
         self._values: list[Any] | None = None  # None: always read the long way
         self._state_node: Node = None
         self._group_values: list[list[Any] | None] = []
         self._group_nodes: list[Node] = []
+        self._groups_node: Node = None
 
-    def num_params(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def has_new_groups(self) -> bool:
+        return len(self.optimizer.param_groups) != self._num_groups
 
     def read(self) -> tuple[Node, bool]:
         """Its node (hyperparameters and the places of state tensors), and whether
@@ -89,11 +91,13 @@ class OptimizerEntry:
         if len(self._group_values) != len(groups):
             self._group_values = [None] * len(groups)
             self._group_nodes = [None] * len(groups)
+        changed = False
         for index, group in enumerate(groups):
             values = list(group.values())
             old = self._group_values[index]
             if old is not None and len(old) == len(values) and all(map(is_, old, values)):
                 continue
+            changed = True
             path = f"{self.name}.param_groups.{index}"
             rest = {key: value for key, value in group.items() if key != "params"}
             self._group_nodes[index] = pack(_numbers(rest), path, _refuse)
@@ -104,8 +108,10 @@ class OptimizerEntry:
             ]
             immutable = all(isinstance(item, _IMMUTABLE) for item in flat)
             self._group_values[index] = values if immutable else None
-        # a copy: the list is kept by images while its items are replaced here
-        return [list(self._group_nodes), [len(group["params"]) for group in groups]]
+        if changed:  # a new list: images keep the old one
+            sizes = [len(group["params"]) for group in groups]
+            self._groups_node = [list(self._group_nodes), sizes]
+        return self._groups_node
 
     def check(self, node: Node) -> None:
         """Raises ConfigError when the groups are not those the node was made of."""
@@ -236,9 +242,6 @@ class Inventory:
         """Every optimizer whose step makes the state dirty."""
         return self._hooked
 
-    def num_params_in_optimizers(self) -> int:
-        return sum(entry.num_params() for entry in self.optimizers)
-
     # ------------------------------------------------------------ what is there
 
     def _add_module(self, name: str, module: nn.Module) -> list[str]:
@@ -253,10 +256,10 @@ class Inventory:
         for path, owner in module.named_modules():
             prefix = f"{name}.{path}." if path else f"{name}."
             self._add_buffers(prefix, owner)
-            if type(owner).get_extra_state is not nn.Module.get_extra_state:
-                if id(owner) not in self._claimed:
-                    self._claimed.add(id(owner))
-                    self._extra.append((name, path, owner))
+            has_extra = type(owner).get_extra_state is not nn.Module.get_extra_state
+            if has_extra and id(owner) not in self._claimed:
+                self._claimed.add(id(owner))
+                self._extra.append((name, path, owner))
         return keys
 
     def _add_buffers(self, prefix: str, owner: nn.Module) -> None:

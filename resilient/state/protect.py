@@ -10,20 +10,19 @@ where a collective can come between the optimizer and the commit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from resilient.core.model import Cut, CutKind, Holding
 from resilient.errors import CheckpointMissing, ConfigError
 from resilient.page import Page
 from resilient.state import transfer
 from resilient.state.encoding import Node
-from resilient.state.objects import Inventory, OptimizerEntry
+from resilient.state.objects import Inventory
 from resilient.state.rng import RandomState, seed_all
 from resilient.state.snapshot import AlternatingCopies, Copies, Image, Tensors, versions_of
 
@@ -32,8 +31,7 @@ STEPS_WITH_UNDO = 2
 script has collectives between its optimizer step and the commit."""
 
 
-@dataclass(frozen=True)
-class _Small:
+class _Small(NamedTuple):
     """The small state at a commit."""
 
     tree: dict[str, Node]
@@ -41,8 +39,7 @@ class _Small:
     others: Tensors
 
 
-@dataclass(frozen=True)
-class _Big:
+class _Big(NamedTuple):
     """Parameters and optimizer state: by reference, or as copies in the same order.
 
     versions: of the tensors at the time, compared to prove that nobody wrote to them; for copies
@@ -67,7 +64,8 @@ class Protected:
         on_step: called before each step of a protected optimizer, while the state is clean still
             (gradients that were not exchanged yet are, here).
         note: is told what a user should know, a line each.
-        checkpoints: writes a checkpoint at each commit that is due.
+        checkpoint_directory: where a generation resumes from disk, and where the generators are
+            left for the rank that persists; may be set later.
     """
 
     def __init__(
@@ -76,15 +74,16 @@ class Protected:
         *,
         on_step: Callable[[], None] | None = None,
         note: Callable[[str], None] | None = None,
-        checkpoints: Any = None,
+        checkpoint_directory: str | None = None,
     ) -> None:
         self.page = page
         self.on_step = on_step
-        self.checkpoints = checkpoints
+        self.checkpoint_directory = checkpoint_directory
+        self._checkpoints: Any = None  # disk.Checkpoints, from the first one that is written
         self._note = note or (lambda line: None)
         self._random = RandomState()
         self._inventory: Inventory | None = None
-        self._group: Any = None
+        self._group: Callable[[], Any] = _no_group  # weak: it must not outlive its generation
         self._rank = 0
         self._world_size = 1
         self._hooks: list[Any] = []
@@ -102,26 +101,10 @@ class Protected:
         self._num_commits = 0
         self._undo_for_good = False
         self._big_cache: tuple[Tensors, Tensors, list[Tensor]] | None = None
-        self._num_params = 0
         self._buffer_copies = AlternatingCopies()
         self._undo_copies = Copies()
-        self._built: dict[int, tuple[nn.Module, list[int]]] = {}
-        self._changed_after_build = False
 
     # ------------------------------------------------------------ entering
-
-    def built(self, module: nn.Module) -> None:
-        """job.build() made this module: remember what it was, to see whether main() changes it."""
-        self._built[id(module)] = (module, _fingerprint(module))
-
-    @property
-    def may_reuse(self) -> bool:
-        """Whether job.build() may give the same module again at the next entry.
-
-        Not if main() writes to it before protect() (initialises it itself, loads pretrained
-        weights): at the next entry it would write over the state that this process holds.
-        """
-        return not self._changed_after_build
 
     def protect(
         self,
@@ -147,31 +130,26 @@ class Protected:
         """
         inventory = Inventory(objects)
         self.release()
-        self._rank, self._world_size, self._group = rank, world_size, group
-        if first:
-            self._changed_after_build = any(
-                _fingerprint(module) != seen for module, seen in self._built.values()
-            )
-        self._built.clear()
+        self._rank, self._world_size = rank, world_size
+        self._group = _no_group if group is None else weakref.ref(group)
         for param in inventory.parameters.values():
             param.grad = None
-        if self.checkpoints is not None:
-            self.checkpoints.enter()
+        if self._checkpoints is not None:
+            self._checkpoints.enter()
         if cut.kind is CutKind.INITIAL:
-            self._begin(inventory)
+            self._begin(inventory, group)
         elif cut.kind is CutKind.DISK:
             self._load(inventory, cut.step)
         elif rank in cut.holders:
             self._keep_own(inventory, cut.step)
         else:
-            self._receive(inventory, cut)
+            self._receive(inventory, cut, group)
         if cut.kind is CutKind.MEMORY:
             self._restore_rng(cut.step, predecessor)
         self._adopt(inventory, cut.step)
         to = transfer.receivers_of(cut, rank, world_size)
         if to:
             transfer.send(self._image(cut.step), to, group, self._progress)
-        self._checkpoint(cut.step)
         return cut.step
 
     def release(self) -> None:
@@ -180,34 +158,34 @@ class Protected:
             hook.remove()
         self._hooks = []
         self._inventory = None
-        self._group = None
+        self._group = _no_group
         self._big_cache = None
 
-    def _begin(self, inventory: Inventory) -> None:
+    def _begin(self, inventory: Inventory, group: Any) -> None:
         """Step 0: replicas follow rank 0, whatever each was seeded with."""
         self._live = self._undo = None
-        if self.checkpoints is not None and self._rank == 0:
-            _disk().clear_pending(self.checkpoints.directory)
+        if self.checkpoint_directory is not None and self._rank == 0:
+            _disk().clear_pending(self.checkpoint_directory)
         if self._world_size == 1:
             return
         if self._rank == 0:
             buffers = inventory.read_buffers()
             image = Image(0, parameters=inventory.parameters, buffers=buffers)
             others = list(range(1, self._world_size))
-            transfer.send(image, others, self._group, self._progress)
+            transfer.send(image, others, group, self._progress)
         else:
-            image = transfer.receive(0, inventory.memory_for, self._group, self._progress)
+            image = transfer.receive(0, inventory.memory_for, group, self._progress)
             inventory.restore(image, modules_only=True)
 
     def _load(self, inventory: Inventory, step: int) -> None:
-        if self.checkpoints is None:
+        if self.checkpoint_directory is None:
             raise CheckpointMissing("resuming from disk needs a checkpoint directory", step=step)
         self._live = self._undo = None
         disk = _disk()
-        image, rng = disk.load(self.checkpoints.directory, step, self._rank)
+        image, rng = disk.load(self.checkpoint_directory, step, self._rank)
         inventory.restore(image)
         if self._rank == 0:
-            disk.clear_pending(self.checkpoints.directory)
+            disk.clear_pending(self.checkpoint_directory)
         if rng is None:
             self._seed(step)
         else:
@@ -229,14 +207,14 @@ class Protected:
             # its optimizer state has been adopted: it is no copy any more
             self._undo, self._undo_copies = None, Copies()
 
-    def _receive(self, inventory: Inventory, cut: Cut) -> None:
+    def _receive(self, inventory: Inventory, cut: Cut, group: Any) -> None:
         def memory(section: str, key: str, dtype: torch.dtype, shape: Any, kind: str) -> Tensor:
             # Said before the first byte arrives: from then on the old state may be half gone.
             self._live = None
             return inventory.memory_for(section, key, dtype, shape, kind)
 
         source = transfer.holder_for(cut, self._rank, self._world_size)
-        image = transfer.receive(source, memory, self._group, self._progress)
+        image = transfer.receive(source, memory, group, self._progress)
         inventory.restore(image)
 
     def _restore_rng(self, step: int, predecessor: Page | None) -> None:
@@ -267,13 +245,15 @@ class Protected:
         for optimizer in inventory.hooked:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self._num_params = inventory.num_params_in_optimizers()
         if len(inventory.hooked) > 1 and not self._undo_for_good:
             self._undo_for_good = True
             self._note(
                 "several optimizers are protected: their state is copied before the first one "
                 f"steps, {self._num_big_bytes(inventory) / 2**20:.1f} MiB a step"
             )
+        for steps in (self._small, self._rng):
+            for old in [other for other in steps if not step - 1 <= other <= step]:
+                del steps[old]
         self._record(step)
         self._num_commits = 0
 
@@ -297,15 +277,19 @@ class Protected:
         if self._dirty:
             return
         # A closure runs backward, and so collectives, between two updates of the parameters.
-        closure = bool(args and args[0] is not None) or kwargs.get("closure") is not None
+        closure = any(arg is not None for arg in args[1:]) or kwargs.get("closure")
         if self._undo_for_good or closure or self._num_commits < STEPS_WITH_UNDO:
             self._take_undo()
         self._dirty = True
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._num_stepped += 1
-        if self._group is not None:
-            self._sequence = self._group._get_sequence_number_for_group()
+        self._sequence = self._collectives()
+
+    def _collectives(self) -> int | None:
+        """How many collectives the generation's group has seen."""
+        group = self._group()
+        return None if group is None else int(group._get_sequence_number_for_group())
 
     def _take_undo(self) -> None:
         live = self._live
@@ -342,8 +326,7 @@ class Protected:
         if (
             self._sequence is not None
             and not self._undo_for_good
-            and self._group is not None
-            and self._group._get_sequence_number_for_group() != self._sequence
+            and self._collectives() != self._sequence
         ):
             self._undo_for_good = True
             self._note(
@@ -351,26 +334,26 @@ class Protected:
                 f"before each step from now on, {self._num_big_bytes(self._inventory) / 2**20:.1f} "
                 "MiB; put what comes after the step into a job.section() to avoid it"
             )
-        if self._num_commits < STEPS_WITH_UNDO or (
-            self._inventory.num_params_in_optimizers() != self._num_params
+        if self._num_commits < STEPS_WITH_UNDO or any(
+            entry.has_new_groups() for entry in self._inventory.optimizers
         ):
             self._look_again()
         self._record(step)
         self._num_commits += 1
         if self._undo is not None and self._undo.step < step - 1:
             self._undo, self._undo_copies = None, Copies()
-        if self.checkpoints is not None:
-            self._checkpoint(step)
 
     def _look_again(self) -> None:
         """Parameters and buffers that a module made after protect() are protected too."""
         assert self._inventory is not None
         fresh = Inventory(self._inventory.objects)
-        if fresh.parameters.keys() != self._inventory.parameters.keys() or (
-            fresh.read_buffers().keys() != self._inventory.read_buffers().keys()
+        old = self._inventory
+        if (
+            any(entry.has_new_groups() for entry in old.optimizers)
+            or fresh.parameters.keys() != old.parameters.keys()
+            or fresh.read_buffers().keys() != old.read_buffers().keys()
         ):
             self._inventory = fresh
-            self._num_params = fresh.num_params_in_optimizers()
             self._big_cache = None
 
     def _record(self, step: int) -> None:
@@ -385,10 +368,8 @@ class Protected:
             self._keep(step, rng)
         self._small[step] = _Small(tree, copies, others)
         self._rng[step] = rng
-        for old in [s for s in self._small if not step - 1 <= s <= step]:
-            del self._small[old]
-        for old in [s for s in self._rng if not step - 1 <= s <= step]:
-            del self._rng[old]
+        self._small.pop(step - 2, None)
+        self._rng.pop(step - 2, None)
         self._live = _Big(step, parameters, states, tensors, versions_of(tensors))
         self._dirty = False
         self._num_stepped = 0
@@ -436,23 +417,27 @@ class Protected:
         return None
 
     def holdings(self) -> tuple[Holding, ...]:
-        """The steps that this process can give, newest first."""
+        """The steps that this process can give, newest first. Ends the entry.
+
+        It also lets go of the user's objects, which may hold the generation's groups open.
+        """
         found = []
         live, undo = self._live, self._undo
         if live is not None and self._held(live.step) is live:
             found.append(Holding(live.step, "live"))
-        if undo is not None and undo.step in self._small and undo.is_unchanged():
-            if not found or undo.step != found[0].step:
-                found.append(Holding(undo.step, "undo"))
-        if self.checkpoints is not None and found:
+        steps = [holding.step for holding in found]
+        if undo is not None and undo.step not in steps and self._held(undo.step) is undo:
+            found.append(Holding(undo.step, "undo"))
+        if self.checkpoint_directory is not None and found:
             self._leave_rng()
+        self.release()
         return tuple(found)
 
     def _leave_rng(self) -> None:
         """Another rank may be asked to persist a step: it needs every rank's generators."""
         for step, rng in self._rng.items():
             try:
-                _disk().write_rng(self.checkpoints.directory, step, self._rank, rng)
+                _disk().write_rng(self.checkpoint_directory, step, self._rank, rng)
             except OSError as error:
                 self._note(f"rank {self._rank} cannot write to the checkpoint directory: {error}")
                 return
@@ -464,49 +449,40 @@ class Protected:
         small = self._small[step]
         return Image(step, small.tree, big.parameters, small.buffers, big.states, small.others)
 
-    def persist(self, step: int, directory: Any = None) -> None:
-        """Writes a step that this process holds to disk, and returns when it is durable.
+    # ------------------------------------------------------------ the disk
 
-        Args:
-            directory: None: the job's own.
+    def persist(self, step: int, directory: str, wait: bool = False) -> None:
+        """Writes a step that this process holds to disk.
+
+        In the background (wait=False) every rank calls it at the same commit: rank 0 copies the
+        state and writes the copy, the others leave their generators. With wait=True one rank alone
+        is asked, whichever it is, and it returns when the checkpoint is durable; generators that a
+        rank did not leave in time are missing in it.
+
         Raises:
-            CheckpointMissing: it is not held, or a rank's random number generators are missing.
+            CheckpointMissing: the step is not held.
+            OSError: the storage refuses (wait=True; else it is noted).
         """
         disk = _disk()
-        if self.checkpoints is not None:
-            self.checkpoints.wait_idle()
-        if directory is None:
-            if self.checkpoints is None:
-                raise CheckpointMissing("no checkpoint directory was given", step=step)
-            directory = self.checkpoints.directory
-        if disk.newest_complete(directory) == step:
+        self.checkpoint_directory = directory
+        if self._checkpoints is None:
+            published = self.page.set_persisted if self.page is not None else None
+            self._checkpoints = disk.Checkpoints(directory, note=self._note, published=published)
+        if not wait:
+            image = None
+            if self._rank == 0:
+                if self._checkpoints.is_busy():
+                    self._note(f"checkpoint of step {step} is skipped: the last is still written")
+                    return
+                image = self._image(step).on_cpu()
+            self._checkpoints.start(step, self._rank, self._world_size, self._rng[step], image)
             return
-        image = self._image(step)
-        if step in self._rng:
-            disk.write_rng(directory, step, self._rank, self._rng[step])
-        disk.save(directory, image, self._world_size, ranks_timeout_s=1.0)
-        if self.page is not None:
-            self.page.set_persisted(step)
-
-    def _checkpoint(self, step: int) -> None:
-        checkpoints = self.checkpoints
-        if checkpoints is None or not checkpoints.is_due(step):
-            return
-        if _disk().step_dir(checkpoints.directory, step).exists():
-            return
-        image = None
-        if self._rank == 0:
-            if checkpoints.is_busy():
-                self._note(
-                    f"checkpoint of step {step} is skipped: the last one is still being written"
-                )
-                return
-            image = self._image(step).on_cpu()
-        checkpoints.start(step, self._rank, self._world_size, self._rng[step], image)
-
-    def close(self, timeout_s: float | None = None) -> bool:
-        """Waits for a checkpoint that is being written; False when it is not done in time."""
-        return self.checkpoints is None or bool(self.checkpoints.wait_idle(timeout_s))
+        self._checkpoints.enter()
+        self._checkpoints.wait_idle()
+        if disk.newest_complete(directory) != step:
+            if step in self._rng:
+                disk.write_rng(directory, step, self._rank, self._rng[step])
+            self._checkpoints.finish(self._image(step), self._world_size)
 
     def _progress(self) -> None:
         if self.page is not None:
@@ -521,24 +497,8 @@ def _scaler_marks(inventory: Inventory) -> list[Any]:
     ]
 
 
-def _fingerprint(module: nn.Module) -> list[int]:
-    """A sum over the bits of every parameter.
-
-    Version counters would not do: `weight.data.normal_()`, the usual way to initialise, does not
-    move them.
-    """
-    sums = []
-    for param in module.parameters():
-        if isinstance(param, nn.parameter.UninitializedTensorMixin) or not param.numel():
-            continue
-        data = param.detach()
-        if data.is_complex():
-            data = torch.view_as_real(data)
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-            data.element_size()
-        ]
-        sums.append(int(data.view(whole).sum(dtype=torch.int64)))
-    return sums
+def _no_group() -> None:
+    return None
 
 
 def _disk() -> Any:

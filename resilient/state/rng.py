@@ -24,27 +24,32 @@ from resilient.state.encoding import decode, encode
 _OBJECT_HEADER_BYTES = 16  # reference count and type: they move without a draw
 
 
-def _body(value: object) -> bytes:
+def _view(address: int, num_bytes: int) -> memoryview:
+    """That memory, as it changes; whoever owns it must live as long as the view."""
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
+
+
+def _view_body(value: object) -> memoryview:
     """The memory of a C object after its header."""
     size = type(value).__basicsize__ - _OBJECT_HEADER_BYTES
-    return ctypes.string_at(id(value) + _OBJECT_HEADER_BYTES, size)
+    return _view(id(value) + _OBJECT_HEADER_BYTES, size)
 
 
 def _trusted_for_python() -> bool:
-    """Whether a draw always changes `_body` of a random.Random, and nothing else does."""
+    """Whether a draw always changes the body of a random.Random, and nothing else does."""
     if sys.implementation.name != "cpython" or not hasattr(sys, "getrefcount"):
         return False
     trial = random.Random(1)
-    seen = _body(trial)
-    if _body(trial) != seen:
+    view = _view_body(trial)
+    seen = bytes(view)
+    if bytes(view) != seen:
         return False
-    for draw in (trial.random, lambda: trial.getrandbits(5)):
+    for draw in (trial.random, lambda: trial.getrandbits(5), lambda: trial.seed(2)):
         draw()
-        if _body(trial) == seen:
+        if bytes(view) == seen:
             return False
-        seen = _body(trial)
-    trial.seed(2)
-    return _body(trial) != seen
+        seen = bytes(view)
+    return True
 
 
 class _Python:
@@ -52,13 +57,14 @@ class _Python:
 
     def __init__(self) -> None:
         self._instance: Any = random._inst  # type: ignore[attr-defined]
-        self._trusted = _trusted_for_python()
-        self._seen: Any = None
+        self._view = _view_body(self._instance) if _trusted_for_python() else None
+        self._seen = b""
         self._value: list[Any] = []
 
     def read(self) -> list[Any]:
-        seen = (_body(self._instance), self._instance.gauss_next) if self._trusted else None
-        if seen is None or seen != self._seen:
+        seen = b"" if self._view is None else bytes(self._view)
+        # the spare Gaussian is an attribute of Python's, beside the body
+        if not seen or seen != self._seen or self._instance.gauss_next != self._value[2]:
             version, words, gauss = random.getstate()
             self._value = [version, array.array("I", words).tobytes(), gauss]
             self._seen = seen
@@ -75,7 +81,9 @@ class _Numpy:
 
     def __init__(self) -> None:
         self._trusted: bool | None = None
-        self._seen: Any = None
+        self._generator: Any = None
+        self._views: tuple[memoryview, memoryview] | None = None
+        self._seen: tuple[bytes, bytes] | None = None
         self._value: list[Any] | None = None
 
     def read(self) -> list[Any] | None:
@@ -83,9 +91,13 @@ class _Numpy:
         if module is None:
             return None
         state = module.mtrand._rand
-        if self._trusted is None:
-            self._trusted = self._check(module)
-        seen = self._memory(module, state) if self._trusted else None
+        if state._bit_generator is not self._generator:
+            self._generator = state._bit_generator
+            if self._trusted is None:
+                self._trusted = self._check(module)
+            self._views = self._view_all(module, state) if self._trusted else None
+        views = self._views
+        seen = None if views is None else (bytes(views[0]), bytes(views[1]))
         if seen is None or seen != self._seen:
             name, key, position, has_gauss, gauss = self._get(state)
             self._value = [name, key.tobytes(), position, has_gauss, gauss]
@@ -105,25 +117,30 @@ class _Numpy:
         )
 
     @staticmethod
-    def _memory(module: Any, state: Any) -> tuple[bytes, bytes] | None:
+    def _view_all(module: Any, state: Any) -> tuple[memoryview, memoryview] | None:
         """What a draw changes: the generator's own state, and the spare Gaussian in `state`."""
         generator = state._bit_generator
         if type(generator) is not module.MT19937:
             return None
         # mt19937_state in numpy's sources: 624 words and the position, 32 bits each
-        return ctypes.string_at(generator.ctypes.state_address, 625 * 4), _body(state)
+        return _view(generator.ctypes.state_address, 625 * 4), _view_body(state)
 
     def _check(self, module: Any) -> bool:
+        """Whether each draw changes what is viewed, and nothing else does."""
         trial = module.RandomState(1)
-        seen = self._memory(module, trial)
-        if seen is None or self._memory(module, trial) != seen:
+        views = self._view_all(module, trial)
+        if views is None:
+            return False
+        seen = tuple(map(bytes, views))
+        if tuple(map(bytes, views)) != seen:
             return False
         # the second standard_normal() only hands out the spare one
         for draw in (trial.random_sample, trial.standard_normal, trial.standard_normal):
             draw()
-            if self._memory(module, trial) == seen:
+            now = tuple(map(bytes, views))
+            if now == seen:
                 return False
-            seen = self._memory(module, trial)
+            seen = now
         return True
 
     @staticmethod
@@ -145,8 +162,7 @@ class RandomState:
         self._python = _Python()
         self._numpy = _Numpy()
         self._torch = b""
-        self._device = b""
-        self._parts: tuple[Any, ...] = ()
+        self._parts: tuple[Any, ...] = (None, None, b"", b"")
         self._bytes = b""
         self._read_device = _device_reader()
 
@@ -156,18 +172,17 @@ class RandomState:
         numpy's only if numpy.random was imported, the current device's only if it was initialised.
         """
         state = torch.default_generator.get_state()
-        now = ctypes.string_at(state.data_ptr(), state.numel())
-        if now != self._torch:
-            self._torch = now
-        device = self._read_device()
-        if device != self._device:
-            self._device = device
-        parts = (self._python.read(), self._numpy.read(), self._torch, self._device)
-        if len(self._parts) != len(parts) or any(
-            a is not b for a, b in zip(parts, self._parts, strict=True)
+        now = ctypes.string_at(state.data_ptr(), _TORCH_BYTES)
+        python, numpy, device = self._python.read(), self._numpy.read(), self._read_device()
+        if (
+            now != self._torch
+            or python is not self._parts[0]
+            or numpy is not self._parts[1]
+            or device != self._parts[3]
         ):
-            self._parts = parts
-            self._bytes = encode(list(parts))
+            self._torch = now
+            self._parts = (python, numpy, now, device)
+            self._bytes = encode(list(self._parts))
         return self._bytes
 
     def write(self, data: bytes) -> None:
@@ -195,6 +210,9 @@ def seed_all(rank: int, step: int) -> None:
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(seed & 0xFFFFFFFF)
+
+
+_TORCH_BYTES = torch.default_generator.get_state().numel()
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Copies of a state, and what a state is made of.
 
 An `Image` is one committed step, whole: its *big* tensors (parameters and optimizer state, by
-reference) and its *small* part (buffers, schedulers, scalers, cursors: copied). Because the big part
-is by reference, an image costs nothing to take; it is true as long as nobody wrote to the tensors,
-which their version counters prove.
+reference) and its *small* part (buffers, schedulers, scalers, cursors: copied). Because the big
+part is by reference, an image costs nothing to take; it is true as long as nobody wrote to the
+tensors, which their version counters prove.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from resilient.errors import CheckpointCorrupt
 from resilient.state.encoding import Node
@@ -76,7 +77,9 @@ class Copies:
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies them; the result is valid until the next take."""
-        layout = [(t.shape, t.dtype, t.device, t.stride()) for t in tensors]
+        layout: list[tuple[object, ...]] = [
+            (t.shape, t.dtype, t.device, t.stride()) for t in tensors
+        ]
         with torch.no_grad():
             if layout == self._layout:
                 if tensors:
@@ -119,3 +122,23 @@ class AlternatingCopies:
         taken = self._banks[self._turn].take([tensors[key] for key in moving])
         copies.update(zip(moving, taken, strict=True))
         return copies
+
+
+def fingerprint(module: nn.Module) -> list[int]:
+    """A sum over the bits of every parameter: whether something was written to them.
+
+    Version counters would not do: `weight.data.normal_()`, the usual way to initialise, does not
+    move them.
+    """
+    sums = []
+    for param in module.parameters():
+        if is_lazy(param) or not param.numel():
+            continue
+        data = param.detach()
+        if data.is_complex():
+            data = torch.view_as_real(data)
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            data.element_size()
+        ]
+        sums.append(int(data.view(whole).sum(dtype=torch.int64)))
+    return sums

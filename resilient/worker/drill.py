@@ -1,7 +1,7 @@
 """Carries out fire drills: the process strikes itself where `--inject` says.
 
-The agent leaves out of Start what is over; within one process the count is kept here. Each strike is
-marked in the page first, so that the report knows when the fault began and the agent that it did.
+The agent leaves out of Start what is over; within one process the count is kept here. Each strike
+is marked in the page first: the report is to know when the fault began, the agent that it did.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from types import TracebackType
 
 import torch
 
@@ -42,7 +41,7 @@ _COLLECTIVE_DIRECTORIES = (
 def describe(error: BaseException) -> ErrorInfo:
     """The error for comparing (class and the user's innermost frame) and for people."""
     kind = type(error)
-    frames = list(_own_frames_removed(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
     user = [frame for frame in frames if _is_users(frame.filename)]
     frame = (user or frames)[-1] if frames else None
     where = f"{frame.filename}:{frame.lineno} in {frame.name}" if frame is not None else ""
@@ -106,13 +105,6 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         yield one
         pending += [other for other in (one.__cause__, one.__context__) if other is not None]
         pending += getattr(one, "exceptions", ())  # an ExceptionGroup's
-
-
-def _own_frames_removed(tb: TracebackType | None) -> list[traceback.FrameSummary]:
-    frames = list(traceback.extract_tb(tb))
-    while frames and frames[0].filename.startswith(_OWN_DIRECTORY):
-        frames.pop(0)
-    return frames
 
 
 def _is_users(filename: str) -> bool:

@@ -47,19 +47,51 @@ def _backend(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
 
 
-def join(
-    *,
-    host: str,
-    port: int,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    check: Callable[[], None],
-) -> None:
-    """Makes the default group of the generation.
+def connect(host: str, port: int, check: Callable[[], None]) -> dist.TCPStore:
+    """The store of the generation.
 
     Args:
-        check: called between tries to reach the store; raises to give up.
+        check: called between tries to reach it; raises to give up.
+    Raises:
+        RuntimeError: not reached in time, or severed.
+    """
+    deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
+    while True:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=_CONNECT_TRY_S),
+            )
+        except (RuntimeError, ValueError):
+            check()
+            if time.monotonic() > deadline_s:
+                raise
+        else:
+            store.set_timeout(_TIMEOUT)
+            return store
+
+
+def share_first_world_size(store: dist.Store, known: int | None, tells: bool) -> int:
+    """What the job's first world size was, for a process that joins later.
+
+    Args:
+        known: what this process knows.
+        tells: this rank is the one that tells the others.
+    """
+    key = "resilient/first_world_size"
+    if known is None:
+        return int(store.get(key))
+    if tells:
+        store.set(key, str(known))
+    return known
+
+
+def join(store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
+    """Makes the default group of the generation.
+
     Raises:
         RuntimeError: as torch does, when a peer or the store is lost, or was severed.
     """
@@ -67,8 +99,6 @@ def join(
     if device.type == "cuda":
         # The launcher's kind of environment says 1 here: an abort by hand would end the process.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    store = _connect(host, port, check)
-    store.set_timeout(_TIMEOUT)
     dist.init_process_group(
         _backend(device), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
@@ -100,23 +130,6 @@ def leave() -> None:
         # Half-made or broken groups may refuse an orderly end. Torch's own tables must be empty all
         # the same, or the next init_process_group is refused.
         _forget_groups()
-
-
-def _connect(host: str, port: int, check: Callable[[], None]) -> dist.TCPStore:
-    deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
-    while True:
-        try:
-            return dist.TCPStore(
-                host,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_CONNECT_TRY_S),
-            )
-        except (RuntimeError, ValueError):
-            check()
-            if time.monotonic() > deadline_s:
-                raise
 
 
 def _forget_groups() -> None:

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.hooks import RemovableHandle
 
 from resilient import wire
-from resilient.core.model import CutKind
 from resilient.errors import ConfigError, Interrupted, StaleGeneration
 from resilient.page import Activity
 from resilient.worker.data import Batches
-from resilient.worker.exchange import GradientExchange
+from resilient.worker.exchange import Exchanges
 from resilient.worker.lifetime import Entry, Lifetime
 from resilient.worker.sever import num_gloo_links
 
@@ -51,11 +51,14 @@ class Job:
         self._entry = entry
         self._page = lifetime.page
         self._mesh: DeviceMesh | None = None
-        self._exchanges: list[GradientExchange] = []
-        self._hooks: list[BatchHooks] = []
+        self._exchanges: Exchanges | None = None
+        self._exchanged: list[nn.Module] = []
+        self._batch_hooks: list[BatchHooks] = []
+        self._step_hooks: list[RemovableHandle] = []
         self._objects: dict[str, Any] | None = None  # what was protected
         self._restored = False
         self._committed = False  # in this generation
+        self._asked = False  # likewise
         self._handed_out = False  # a batch since the last commit
         self._left = False
         self._num_links = num_gloo_links()
@@ -107,22 +110,18 @@ class Job:
         """
         self._check()
         self._reached("building")
-        if any(exchange.module is module for exchange in self._exchanges):
-            raise ConfigError("job.data_parallel() was already called for this module: once is enough")
+        if any(module is known for known in self._exchanged):
+            raise ConfigError("job.data_parallel() was called twice for one module: once is enough")
         group = dist.group.WORLD if dist.is_initialized() else None
         if group is None and self.world_size > 1:
             raise ConfigError(
                 "job.data_parallel() needs the process groups: with init_process_group=False, call "
                 "torch.distributed.init_process_group() first"
             )
-        self._exchanges.append(
-            GradientExchange(
-                module,
-                group=group,
-                world_size=self.world_size,
-                on_last_bucket=self._on_last_bucket,
-            )
-        )
+        if self._exchanges is None:
+            self._exchanges = Exchanges(group=group, world_size=self.world_size)
+        self._exchanges.add(module, self._on_last_bucket)
+        self._exchanged.append(module)
         return module
 
     def batches(
@@ -146,7 +145,8 @@ class Job:
         Args:
             global_batch_size: samples of one step, over all ranks together.
             num_parts: pieces of a global batch, fixed for the job; default: one for each rank of
-                the job's first generation.
+                the job's first generation. Give it where the job may be started again, from its
+                checkpoints, with another number of ranks.
             max_steps: ends after so many global batches in all; needed when epochs is None.
         """
         self._check()
@@ -168,7 +168,7 @@ class Job:
             collate_fn=collate_fn,
             loaders=self._lifetime.loaders,
         )
-        self._hooks.append(hooks)
+        self._batch_hooks.append(hooks)
         return hooks.batches
 
     def protect(self, **objects: Any) -> None:
@@ -188,8 +188,11 @@ class Job:
         if self._committed:
             raise ConfigError("job.protect() must come before the first job.commit()")
         self._objects = objects
-        for hooks in self._hooks:
+        for hooks in self._batch_hooks:
             hooks.protected = any(value is hooks.batches for value in objects.values())
+        # Before Protected's own hooks: what is done here still belongs to the clean state.
+        for optimizer in self._optimizers():
+            self._step_hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
         self._lifetime.builds.begin_protect()
         self._page.act(Activity.RESTORING)
         self._reached("restoring")
@@ -200,18 +203,15 @@ class Job:
 
     def _restore(self, objects: dict[str, Any]) -> int:
         entry = self._entry
-        protected = self._lifetime.protected
-        step = protected.protect(
+        return self._lifetime.protected.protect(
             objects,
             cut=entry.cut,
             rank=entry.rank,
             world_size=entry.world_size,
             group=dist.group.WORLD if dist.is_initialized() else None,
             predecessor=entry.predecessor,
-            first=entry.cut.kind is CutKind.INITIAL,
+            first=entry.is_first,
         )
-        protected.on_step = self._on_optimizer_step
-        return step
 
     # ------------------------------------------------------------ in the loop
 
@@ -260,18 +260,21 @@ class Job:
         elif self._handed_out:
             self._refuse_asking_ahead()
         self._check()
+        if not self._asked:
+            self._asked = True
+            self._lifetime.protected.rewind_rng()
         self._reached("batch")
 
     def _refuse_asking_ahead(self) -> None:
         self._check()
-        if num_gloo_links() < self._num_links:
+        if self._links_lost():
             # The train function swallowed the error of a collective: no mistake of its loop.
             self._lifetime.link.wait_abort(self.generation, _ABORT_WAIT_S)
             self._check()
         raise ConfigError(
             f"the batch after step {self.step} was asked for, but no protected optimizer has "
-            "stepped: call optimizer.step() once for each batch (and protect the optimizer, and the "
-            "GradScaler if there is one)"
+            "stepped: call optimizer.step() once for each batch, and protect the optimizer (and "
+            "the GradScaler, if there is one)"
         )
 
     def _is_commit_due(self) -> bool:
@@ -307,11 +310,11 @@ class Job:
         if self._objects is not None:
             self._lifetime.protected.tentative(self.step + 1)
 
-    def _on_optimizer_step(self) -> None:
-        """Before a protected optimizer changes anything."""
-        for exchange in self._exchanges:
-            exchange.flush()
-        if not self._exchanges:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A protected optimizer is about to change something."""
+        if self._exchanges is not None:
+            self._exchanges.flush(optimizer)
+        else:
             # Somebody else's gradient exchange: whether it was cut short is not known.
             self._check()
 
@@ -327,12 +330,18 @@ class Job:
     def _close(self) -> None:
         """This generation has ended; the user may still hold this object."""
         self._left = True
-        for exchange in self._exchanges:
-            exchange.detach()
-        self._exchanges.clear()
-        self._hooks.clear()
+        if self._exchanges is not None:
+            self._exchanges.detach()
+            self._exchanges = None
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks.clear()
+        self._batch_hooks.clear()
+        self._exchanged.clear()
         self._mesh = None
         self._objects = None
+        self._lifetime.protected.release()
+        self._lifetime.loaders.reclaim()
 
     def _links_lost(self) -> bool:
         return num_gloo_links() < self._num_links
@@ -372,11 +381,11 @@ class Job:
             self._reached("optimizer")
 
         for optimizer in self._optimizers():
-            optimizer.register_step_pre_hook(strike)
+            self._step_hooks.append(optimizer.register_step_pre_hook(strike))
 
 
 class BatchHooks:
-    """What `Batches` calls, one for each of a Job's. Only a protected one commits and may refuse."""
+    """What `Batches` calls; each has its own. Only that of a protected one commits, or refuses."""
 
     batches: Batches
 
@@ -397,20 +406,28 @@ class BatchHooks:
         if self.protected:
             self._job._handed_out = True
 
-    def part(
-        self, index: int, is_last: bool, num_samples: int, num_total: int, num_previous: int
-    ) -> None:
-        """A part of the batch is about to be given to the loop.
+    def check_interrupted(self) -> None:
+        """Called while data is waited for."""
+        self._job._check()
 
-        Args:
-            index: among this rank's parts of the batch.
-            num_samples, num_previous: of this part and of the one before it (0: none).
-            num_total: of the global batch.
-        """
-        for exchange in self._job._exchanges:
-            if num_previous and num_previous != num_samples:
-                exchange.rescale(num_previous / num_samples)
-            if is_last:
-                exchange.arm(num_samples / num_total)
-            else:
-                exchange.disarm()
+    def begin_parts(self, num_parts: int, num_parts_here: int) -> None:
+        """The loop over the parts of a batch begins; num_parts: over all ranks."""
+        if self._trains and self._job._exchanges is not None:
+            self._job._exchanges.begin_parts(num_parts, num_parts_here)
+
+    def part(
+        self, index: int, is_last: bool, num_samples: int, num_total: int, num_previous: int, /
+    ) -> None:
+        """A part is about to be given to the loop; num_previous: 0 before the first."""
+        if self._trains and self._job._exchanges is not None:
+            self._job._exchanges.part(index, is_last, num_samples, num_total, num_previous)
+
+    def end_parts(self) -> None:
+        """The loop over the parts has come to its end."""
+        if self._trains and self._job._exchanges is not None:
+            self._job._exchanges.end_parts()
+
+    @property
+    def _trains(self) -> bool:
+        """An unprotected one beside a protected one only evaluates: no gradients follow."""
+        return self.protected or not any(hooks.protected for hooks in self._job._batch_hooks)

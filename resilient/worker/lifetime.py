@@ -60,6 +60,7 @@ class Entry:
     """One entry of the train function.
 
     Attributes:
+        is_first: of this process.
         predecessor: page of the process that held this rank before; the rank's own RNG is in it.
     """
 
@@ -68,6 +69,7 @@ class Entry:
     local_rank: int
     world_size: int
     cut: Cut
+    is_first: bool = True
     predecessor: Page | None = None
 
 
@@ -89,9 +91,9 @@ class Lifetime:
     step: int = 0
     first_world_size: int | None = None
     first_random_state: bytes | None = None
-    builds: BuildCache = field(default_factory=BuildCache)
     loaders: LoaderCache = field(default_factory=LoaderCache)
     random_state: RandomState = field(default_factory=RandomState)
+    builds: BuildCache = field(default_factory=BuildCache)
 
     @property
     def page(self) -> Page:

@@ -1,9 +1,9 @@
 """The worker's end of its connection to the agent, and the thread that ends waits.
 
-One idea: the training thread may be blocked anywhere, so it never reads the socket. A control thread
-does. Orders (enter this generation, close, stop, persist) are queued for the training thread, which
-takes them when it waits at the decorator. An abort is carried out by the control thread itself: it
-severs the generation's connections, again and again, until the training thread has left.
+One idea: the training thread may be blocked anywhere, so it never reads the socket. A control
+thread does. Orders (enter this generation, close, stop, persist) are queued for the training
+thread, which takes them when it waits at the decorator. An abort is carried out by the control thread
+itself: it severs the generation's connections, again and again, until the training thread has left.
 
 Messages arrive in order, which decides every race: an abort that overtakes the training thread's
 entry is found by it on entry, one for a generation it has left means nothing.
@@ -100,7 +100,7 @@ class AgentLink:
         return self.is_aborted(generation)
 
     def sever(self) -> None:
-        """Severs by this worker's own decision, until `leave`; the first round before it returns."""
+        """Severs by this worker's own decision, until `leave`; the first round at once."""
         with self._lock:
             self._severing = True
         self._sever_round()
@@ -199,7 +199,7 @@ class AgentLink:
         self._abort_seen.set()
 
     def _sever_round(self) -> None:
-        # Under the lock, so that a round never runs into the making of the next generation's groups.
+        # Under the lock: a round must not run into the making of the next generation's groups.
         with self._lock:
             if not self._severing or self._inside is None:
                 return

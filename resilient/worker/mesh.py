@@ -1,8 +1,8 @@
 """Makes the DeviceMeshes of a generation that has ended unusable.
 
 Group names start again at "0" in each generation, so torch takes an old mesh without a word and
-binds it to the *new* world; with ranks permuted, full_tensor() then returns rows in the wrong order.
-So every mesh is remembered (weakly) when it is made, and turned into a `StaleMesh` when its
+binds it to the *new* world; with ranks permuted, full_tensor() then returns its rows in a wrong
+order. So every mesh is remembered (weakly) when it is made, and turned into a `StaleMesh` when its
 generation is left. That also drops its references to the old process groups.
 """
 
@@ -79,6 +79,6 @@ def poison_meshes() -> int:
 
 def _refuse() -> NoReturn:
     raise StaleGeneration(
-        "this DeviceMesh belongs to a generation that has ended: make it anew in the train function, "
-        "or use job.mesh"
+        "this DeviceMesh belongs to a generation that has ended: make it anew in the train "
+        "function, or use job.mesh"
     )

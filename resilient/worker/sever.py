@@ -68,7 +68,7 @@ def sever_store(port: int) -> int:
 
 
 def num_gloo_links() -> int:
-    """Number of gloo's connections that are up. One that a peer has ended is not: gloo closes it."""
+    """Number of gloo's connections that are up; one that a peer has ended, gloo closes."""
     num_links = 0
     for fd in _gloo_fds():
         with _duplicate(fd) as sock:
@@ -87,9 +87,8 @@ def _gloo_fds() -> list[int]:
             epoll_fd = _epoll_of(task)
             if epoll_fd is None:
                 continue
-            for line in _read(f"/proc/self/fdinfo/{epoll_fd}").splitlines():
-                if line.startswith("tfd:"):
-                    fds.append(int(line.split()[1]))
+            lines = _read(f"/proc/self/fdinfo/{epoll_fd}").splitlines()
+            fds += [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
         except OSError:  # the thread or its epoll is gone: so are its sockets
             continue
     return fds
@@ -107,7 +106,7 @@ def _epoll_of(task: str) -> int | None:
 
 @contextmanager
 def _duplicate(fd: int) -> Iterator[socket.socket | None]:
-    """A socket object over a copy of fd, so that the number cannot be closed and reused under us."""
+    """A socket over a copy of fd, so that the number cannot be closed and reused under us."""
     try:
         copy = os.dup(fd)
     except OSError:

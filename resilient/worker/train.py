@@ -1,9 +1,9 @@
 """`@resilient.train`: the loop that enters the train function once for each generation.
 
 The process stays, and so do its imports, its data and its state; what ends with a generation is the
-train function's frame and the process groups. The order on the way out is what recovery time is made
-of: report first, so that the agent can decide; then take the old generation apart while it does;
-then wait for the next plan.
+train function's frame and the process groups. The order on the way out is what recovery time is
+made of: report first, so that the agent can decide; then take the old generation apart while it
+does; then wait for the next plan.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
-
+from typing import Any, NoReturn, TypeVar, overload
 
 from resilient import wire
 from resilient.core.model import Cut, CutKind
 from resilient.errors import ConfigError, Interrupted
 from resilient.page import Activity, Page
-from resilient.state.disk import newest_complete
 from resilient.state.protect import Protected
 from resilient.worker import failure, groups
 from resilient.worker.drill import Drills
@@ -64,48 +62,53 @@ def train(
         parallel: reserved, likewise.
         init_process_group: False: the function makes its groups itself, from the environment.
     """
-    if exact:
-        raise ConfigError(
-            "exact=True is not available yet: at an unchanged world size a recovery is bitwise exact "
-            "without it; leave it out"
-        )
-    if parallel is not None:
-        raise ConfigError("parallel= is not available yet: only data parallel training is; leave it out")
+    options = {"exact": exact, "parallel": parallel, "init_process_group": init_process_group}
     if fn is None:
-        return functools.partial(train, init_process_group=init_process_group)
+        return functools.partial(train, **options)
 
     @functools.wraps(fn)
     def main(*args: Any, **kwargs: Any) -> None:
-        call = functools.partial(_call, fn, args, kwargs)
-        _run(call, init_process_group)
+        def call(job: Job) -> None:
+            fn(job, *args, **kwargs)
+
+        try:
+            _check_options(exact, parallel)
+            _run(call, init_process_group)
+        except ConfigError as error:
+            # A mistake to be mended, not a crash to be studied: where and what, in one line.
+            frame = failure.describe(error).frame
+            print(f"resilient: {frame + ': ' if frame else ''}{error}", file=sys.stderr, flush=True)
+            raise SystemExit(2) from None
 
     return main
 
 
-def _call(fn: Callable[..., Any], args: Any, kwargs: Any, job: Job) -> None:
-    fn(job, *args, **kwargs)
+def _check_options(exact: bool, parallel: Any) -> None:
+    if exact:
+        raise ConfigError(
+            "exact=True is not available yet; leave it out: at an unchanged world size a recovery "
+            "is bitwise exact without it"
+        )
+    if parallel is not None:
+        raise ConfigError("parallel= is not available yet; leave it out: training is data parallel")
 
 
-_agent: AgentLink | None = None
-_closed = False
+_was_called = False
 
 
 def _run(call: Callable[[Job], None], init_process_group: bool) -> None:
-    global _agent, _closed
-    if _closed:
-        raise ConfigError("the decorated function was called a second time: call it once in a script")
-    if _agent is not None:
-        raise ConfigError("the decorated function called itself: call it once, from the script")
+    global _was_called
     link = AgentLink.from_environment()
     if link is None:
+        if _was_called:
+            raise ConfigError("the decorated function was called a second time: call it once")
         _run_alone(call, init_process_group)
         return
-    _agent = link
+    _was_called = True
     worker = _Worker(link, call, init_process_group)
     try:
         worker.run()
     finally:
-        _closed = True
         link.restore_signals()
 
 
@@ -118,13 +121,14 @@ def _run_alone(call: Callable[[Job], None], init_process_group: bool) -> None:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if "RANK" in os.environ and rank == 0:
         print(
-            "resilient: launched without resilient-run: training goes on as usual, but a fault ends "
-            "the job instead of being recovered",
+            "resilient: launched without resilient-run: this trains as usual, but a fault ends the "
+            "job instead of being recovered",
             file=sys.stderr,
             flush=True,
         )
     link = NoAgent()
-    lifetime = Lifetime(link, Protected(link.page), Drills(None), first_world_size=world_size)
+    protected = Protected(link.page, note=_note)
+    lifetime = Lifetime(link, protected, Drills(None), first_world_size=world_size)
     device = groups.pick_device(local_rank)
     if init_process_group and "RANK" in os.environ:
         groups.join_from_environment(device)
@@ -152,9 +156,9 @@ class _Worker:
         self._link = link
         self._call = call
         self._init_process_group = init_process_group
-        self._lifetime = Lifetime(
-            link, Protected(link.page), Drills(link.page), checkpoints=_checkpoints()
-        )
+        protected = Protected(link.page, note=_note)
+        self._lifetime = Lifetime(link, protected, Drills(link.page), checkpoints=_checkpoints())
+        self._has_entered = False
         self._error: BaseException | None = None  # of the newest generation, if it was our own
 
     def run(self) -> None:
@@ -167,6 +171,7 @@ class _Worker:
         link = self._link
         link.open()
         link.page.act(Activity.WAITING)
+        self._look_at_disk()
         link.send(wire.Ready(persisted_step=self._persisted_step()))
         while True:
             order, predecessor = link.next_order()
@@ -175,14 +180,14 @@ class _Worker:
             elif isinstance(order, wire.Persist):
                 self._persist(order)
             else:
-                self._leave_groups()
+                groups.leave()
+                self._lifetime.loaders.close()
                 if isinstance(order, wire.Close):
                     return
                 self._stop(order)
 
-    def _stop(self, order: wire.Stop) -> None:
+    def _stop(self, order: wire.Stop) -> NoReturn:
         if self._error is not None:
-            failure.strip_own_frames(self._error)
             raise self._error
         sys.exit(order.exit_code)
 
@@ -191,7 +196,7 @@ class _Worker:
     def _enter(self, start: wire.Start, predecessor: Page | None) -> None:
         """Runs the train function once, and answers the Start with exactly one report."""
         link, lifetime = self._link, self._lifetime
-        self._leave_groups()  # those of a finished function, kept until now for its peers' sake
+        groups.leave()  # those of a finished function, kept until now for its peers' sake
         self._error = None
         link.enter(start.generation, start.store_port, start.world_size)
         link.page.enter(start.generation)
@@ -205,7 +210,7 @@ class _Worker:
             self._report(start, job, error)
             self._clean_up(job, error)
         else:
-            self._finished(start)
+            self._finished(start, job)
         finally:
             if predecessor is not None:
                 predecessor.close()
@@ -225,15 +230,13 @@ class _Worker:
                 raise Interrupted(f"generation {start.generation} has ended")
 
         check()
-        if self._init_process_group:
-            groups.join(
-                host=start.store_host,
-                port=start.store_port,
-                rank=start.rank,
-                world_size=start.world_size,
-                device=device,
-                check=check,
+        store = groups.connect(start.store_host, start.store_port, check)
+        if start.cut.kind is CutKind.MEMORY:
+            lifetime.first_world_size = groups.share_first_world_size(
+                store, lifetime.first_world_size, tells=start.rank == start.cut.holders[0]
             )
+        if self._init_process_group:
+            groups.join(store, start.rank, start.world_size, device)
             check()
         link.page.act(Activity.BUILDING)
         link.send(wire.Joined(start.generation))
@@ -243,22 +246,24 @@ class _Worker:
             start.local_rank,
             start.world_size,
             start.cut,
+            not self._has_entered,
             predecessor,
         )
+        self._has_entered = True
         return Job(lifetime, entry, device)
 
     def _prepare(self, start: wire.Start) -> None:
         """Random numbers and what was built, for a beginning or a beginning anew."""
         lifetime = self._lifetime
-        if lifetime.first_world_size is None:
-            lifetime.first_world_size = start.world_size
-        if start.cut.kind is not CutKind.INITIAL:
+        if start.cut.kind is CutKind.MEMORY:
+            return
+        lifetime.first_world_size = start.world_size
+        if start.cut.kind is CutKind.DISK:
             return
         if lifetime.first_random_state is None:
             lifetime.first_random_state = lifetime.random_state.read()
         else:
             lifetime.random_state.write(lifetime.first_random_state)
-        lifetime.first_world_size = start.world_size
         lifetime.builds.drop()
         lifetime.step = 0
         lifetime.page.set_step(0)
@@ -275,13 +280,16 @@ class _Worker:
                 start.generation, lifetime.step, holdings, self._persisted_step()
             )
         else:
-            self._error = error
+            failure.strip_own_frames(error)
             links_lost = job is not None and job._links_lost()
+            in_collective = failure.is_in_collective(error, links_lost)
+            if not in_collective:
+                self._error = error  # raised again, should it be what ends the job
             report = wire.Failed(
                 start.generation,
                 lifetime.step,
                 failure.describe(error),
-                failure.is_in_collective(error, links_lost),
+                in_collective,
                 holdings,
                 self._persisted_step(),
             )
@@ -299,32 +307,41 @@ class _Worker:
         groups.leave()
         self._link.leave()
 
-    def _finished(self, start: wire.Start) -> None:
+    def _finished(self, start: wire.Start, job: Job) -> None:
         link, lifetime = self._link, self._lifetime
         # The groups stay: a peer's last collective may still read what we have sent.
         link.leave()
+        job._close()
         holdings = lifetime.protected.holdings()
         persisted = self._persisted_step()
         link.page.act(Activity.FINISHED)
         link.send(wire.Finished(start.generation, lifetime.step, holdings, persisted))
 
-    def _leave_groups(self) -> None:
-        groups.leave()
-
     # ------------------------------------------------------------ the disk
 
-    def _persisted_step(self) -> int | None:
+    def _look_at_disk(self) -> None:
         checkpoints = self._lifetime.checkpoints
-        return None if checkpoints is None else newest_complete(checkpoints.directory)
+        if checkpoints is None:
+            return
+        # Imported only where it is needed: torch's checkpoint package takes a while.
+        from resilient.state.disk import newest_complete
+
+        self._lifetime.protected.checkpoint_directory = checkpoints.directory
+        step = newest_complete(checkpoints.directory, _note)
+        if step is not None:
+            self._link.page.set_persisted(step)
+
+    def _persisted_step(self) -> int | None:
+        return self._link.page.read().persisted_step
 
     def _persist(self, order: wire.Persist) -> None:
-        link, lifetime = self._link, self._lifetime
-        if lifetime.checkpoints is None:
-            link.send(wire.Persisted(None, "there is no checkpoint directory"))
+        link, checkpoints = self._link, self._lifetime.checkpoints
+        if checkpoints is None:
+            link.send(wire.Persisted(None, "the job has no checkpoint directory"))
             return
         link.page.act(Activity.PERSISTING)
         try:
-            lifetime.protected.persist(order.step, lifetime.checkpoints.directory, wait=True)
+            self._lifetime.protected.persist(order.step, checkpoints.directory, wait=True)
         except Exception as error:
             link.send(wire.Persisted(None, f"{type(error).__name__}: {error}"))
         else:
@@ -333,6 +350,9 @@ class _Worker:
 
 
 def _checkpoints() -> Checkpoints | None:
-    value = os.environ.get(CHECKPOINT_VARIABLE, "")
-    directory, _, every = value.rpartition(",")
+    directory, _, every = os.environ.get(CHECKPOINT_VARIABLE, "").rpartition(",")
     return Checkpoints(directory, int(every)) if directory else None
+
+
+def _note(line: str) -> None:
+    print(f"resilient: {line}", file=sys.stderr, flush=True)

@@ -4,17 +4,17 @@ A file is one scenario. Lines:
 
     # text                       for people
     config replace=no min_world_size=2
-    world 4                      a node of 4 slots: workers w0..w3, trains in generation 0; then, when
-                                 spares are configured, w4... are started (not ready yet)
+    world 4                      a node of 4 slots: workers w0..w3 train in generation 0; spares, if
+                                 any are configured, are started as w4... (not ready yet)
     fresh 4                      the same node, before any worker is ready
     @12.5 exited w2 -9 step=40   an event, at that time (default: the time of the last one)
     > kill w0: reason            an effect of the event before; all of them, in order
-    = running wake=5 ...         the state after it: phase, wake time, what else `describe` gives
+    = running wake=5             the state after it: phase and wake time
 
-Events: see EVENTS below; a worker is w<number>, the generation is the current plan's unless gen= says
-otherwise. `enter` stands for joined and restored of every member of the plan.
+Events: see EVENTS below; a worker is w<number>, the generation is the current plan's unless gen=
+says otherwise. `enter` stands for joined and restored of every member of the plan.
 
-A file is complete: an effect that is not listed fails it. `python tests/core/scenario.py FILE...`
+A file is complete: an effect that is not listed fails it. `python -m tests.core.scenario FILE...`
 prints files with what happens now; look at every line before you keep it.
 """
 

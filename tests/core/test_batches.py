@@ -60,7 +60,9 @@ def test_a_part_holds_the_same_samples_in_every_world(deal: Deal, one: int, othe
         span = deal.batch(step)
 
         def dealt(world_size: int, span=span) -> list:
-            return sorted(p for rank in range(world_size) for p in deal.parts(span, rank, world_size))
+            return sorted(
+                p for rank in range(world_size) for p in deal.parts(span, rank, world_size)
+            )
 
         assert dealt(one) == dealt(other)
         assert [part.index for part in dealt(one)] == list(range(deal.num_parts_of(span)))
@@ -100,7 +102,12 @@ def test_number_of_steps(epochs, max_steps, drop_last, steps):
 def test_the_short_batch_is_the_last_of_its_epoch():
     deal = Deal(31, 8, 4, 2, None, False)
     assert [deal.batch(step).num_samples for step in range(8)] == [8, 8, 8, 7, 8, 8, 8, 7]
-    assert [p.num_samples for r in range(4) for p in deal.parts(deal.batch(3), r, 4)] == [2, 2, 2, 1]
+    assert [p.num_samples for r in range(4) for p in deal.parts(deal.batch(3), r, 4)] == [
+        2,
+        2,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(

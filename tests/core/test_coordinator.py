@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenario import Scenario
 
 from resilient.core import coordinator, cut, policy
 from resilient.core import events as ev
@@ -28,6 +27,7 @@ from resilient.core.model import (
     Worker,
 )
 from resilient.errors import ConfigError
+from tests.core.scenario import Scenario
 
 CORE = Path(coordinator.__file__).parent
 FORBIDDEN = {

@@ -231,6 +231,19 @@ def test_a_finished_worker_waits_as_long_as_it_likes() -> None:
     assert hung is not None and hung.workers == (B,)
 
 
+def test_a_finished_worker_has_to_return_from_main_once_it_was_told() -> None:
+    bench = Bench(A, B, hang_timeout_s=5.0, first_step_timeout_s=60.0)
+    bench.enter(A, B)
+    bench.set(A, activity=d.Activity.FINISHED)
+    bench.set(B, activity=d.Activity.FINISHED)
+    assert bench.wait(100.0) is None
+    bench.detector.close(bench.now_s)
+    bench.set(B, activity=d.Activity.STARTING)  # code after main()
+    assert bench.wait(59.0) is None
+    hung = bench.wait(2.0)
+    assert hung is not None and hung.workers == (A,)
+
+
 @pytest.mark.parametrize("pause_s", [8.0, 3600.0])
 def test_a_pause_of_the_whole_machine_is_no_hang(pause_s: float) -> None:
     bench = Bench(A, hang_timeout_s=5.0)

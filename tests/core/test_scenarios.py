@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import scenario
+
+from tests.core import scenario
 
 FILES = sorted((Path(__file__).parent / "testdata").glob("*.txt"))
 

@@ -254,7 +254,7 @@ def test_unmodified_script_restarts_then_fails(tmp_path: Path) -> None:
     text = summary_text(summary)
     assert text.startswith("FAILED: the script failed")
     assert "cause: rank 1 exited with 3" in text
-    assert "restart 1: rank 1 exited with 3, at step 0: 200 ms" in text
+    assert "restart 1: rank 1 exited with 3: 200 ms" in text
 
 
 def test_unmodified_script_succeeds(tmp_path: Path) -> None:

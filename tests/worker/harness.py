@@ -1,8 +1,8 @@
 """A small agent for tests: real worker processes, real sockets, pages and TCPStores, no decisions.
 
 Workers are forked from a process that has torch imported, as the launcher's zygote does, and run a
-script of the test. The test plays the coordinator: it starts and aborts generations and looks at the
-messages that come back, each with the time at which it came.
+script of the test. The test plays the coordinator: it starts and aborts generations and looks at
+the messages that come back, each with the time at which it came.
 """
 
 from __future__ import annotations
@@ -69,33 +69,47 @@ class Worker:
         return f"pid {self.pid} rank {self.rank} status {self.status} said {said}"
 
 
-class Agent:
-    """Starts workers, tells them things, and collects what they say. A context manager."""
+class Zygote:
+    """A process with torch imported that forks workers; one serves many tests."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.workers: list[Worker] = []
-        self.stores: dict[int, Any] = {}
-        self._zygote_socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-        self._zygote = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=environment,
         )
         theirs.close()
 
+    def fork(self, script: Path, environment: dict[str, str], fds: list[int]) -> None:
+        request = {"script": str(script), "environment": environment}
+        socket.send_fds(self.socket, [json.dumps(request).encode()], fds)
+
+    def close(self) -> None:
+        """It ends, and what is left of its children with it."""
+        self.socket.close()
+        self._process.wait(10)
+
+
+class Agent:
+    """Starts workers, tells them things, and collects what they say. A context manager."""
+
+    def __init__(self, directory: Path, zygote: Zygote) -> None:
+        self.directory = directory
+        self.workers: list[Worker] = []
+        self.stores: dict[int, Any] = {}
+        self._zygote = zygote
+
     def __enter__(self) -> Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in self.workers:
-            if worker.status is None:
-                self._signal(worker, signal.SIGKILL)
-        self._zygote_socket.close()  # the zygote ends, and what is left of its children
-        self._zygote.wait(10)
+            if worker.status is None and worker.pid:
+                self.kill(worker)
         for worker in self.workers:
             worker.socket.close()
             worker.page.close()
@@ -115,9 +129,7 @@ class Agent:
         page = Page.create()
         log = self.directory / f"worker-{len(self.workers)}.log"
         with open(log, "wb") as output:
-            request = json.dumps({"script": str(script), "environment": environment}).encode()
-            fds = [theirs.fileno(), page.fd, output.fileno()]
-            socket.send_fds(self._zygote_socket, [request], fds)
+            self._zygote.fork(script, environment, [theirs.fileno(), page.fd, output.fileno()])
         theirs.close()
         worker = Worker(0, ours, page, log)
         self.workers.append(worker)
@@ -221,11 +233,11 @@ class Agent:
 
     def _take_in(self, timeout_s: float) -> None:
         by_fd = {worker.socket.fileno(): worker for worker in self.alive}
-        fds = [self._zygote_socket.fileno(), *by_fd]
+        fds = [self._zygote.socket.fileno(), *by_fd]
         ready, _, _ = select.select(fds, [], [], timeout_s)
         now = time.monotonic()
         for fd in ready:
-            if fd == self._zygote_socket.fileno():
+            if fd == self._zygote.socket.fileno():
                 self._from_zygote()
                 continue
             worker = by_fd[fd]
@@ -239,7 +251,7 @@ class Agent:
                 time.sleep(0.001)
 
     def _from_zygote(self) -> None:
-        message = json.loads(self._zygote_socket.recv(4096))
+        message = json.loads(self._zygote.socket.recv(4096))
         if "pid" in message:
             next(worker for worker in self.workers if not worker.pid).pid = message["pid"]
         else:
@@ -254,10 +266,7 @@ def _zygote(socket_fd: int) -> None:
     import torch
     import torch._dynamo
 
-    try:  # TEMPORARY
-        import resilient.worker.train
-    except ModuleNotFoundError:
-        import resilient.worker.groups, resilient.worker.link
+    import resilient.worker.train  # noqa: F401  # what workers should not have to import
 
     torch.set_num_threads(1)
     assert threading.active_count() == 1

@@ -39,7 +39,7 @@ def run_ranks(
         os.close(write_fd)
         pids.append(pid)
         pipes[read_fd] = rank
-    outputs = {rank: b"" for rank in range(world_size)}
+    outputs = dict.fromkeys(range(world_size), b"")
     selector = selectors.DefaultSelector()
     for read_fd in pipes:
         selector.register(read_fd, selectors.EVENT_READ)

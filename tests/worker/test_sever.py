@@ -1,4 +1,4 @@
-"""A thread that is blocked in a collective, or in making groups, comes out; nothing else is touched.
+"""A thread blocked in a collective, or in making groups, comes out; nothing else is touched.
 
 The peer that blocks the others is always a stopped process: its sockets stay open, so nothing but
 severing can end the wait (gloo's own timeout here is 30 minutes).
@@ -14,7 +14,7 @@ import pytest
 
 from resilient import wire
 from resilient.worker import sever
-from tests.worker.harness import Agent, Worker
+from tests.worker.harness import Agent, Worker, Zygote
 
 OUT_S = 3.0
 
@@ -30,6 +30,10 @@ link.open()
 link.send(wire.Ready())
 start, _ = link.next_order()
 mode = os.environ["MODE"]
+
+def join():
+    store = groups.connect(start.store_host, start.store_port, lambda: None)
+    groups.join(store, start.rank, start.world_size, torch.device("cpu"))
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -63,8 +67,7 @@ try:
     if start.rank == 2 and mode == "connect":
         store = StoppingStore(dist.TCPStore(start.store_host, start.store_port, is_master=False))
         dist.init_process_group("gloo", store=store, rank=2, world_size=4)
-    groups.join(host=start.store_host, port=start.store_port, rank=start.rank,
-                world_size=start.world_size, device=torch.device("cpu"), check=lambda: None)
+    join()
     link.send(wire.Joined(0))
     where = "new group"
     if mode == "new group":
@@ -86,8 +89,7 @@ except RuntimeError as error:
     link.leave()
 start, _ = link.next_order()  # the same process makes the next generation's groups
 link.enter(start.generation, start.store_port, start.world_size)
-groups.join(host=start.store_host, port=start.store_port, rank=start.rank,
-            world_size=start.world_size, device=torch.device("cpu"), check=lambda: None)
+join()
 total = torch.ones(1)
 dist.all_reduce(total)
 link.send(wire.Stepped(1, int(total)))
@@ -102,10 +104,12 @@ def is_stopped(worker: Worker) -> bool:
 
 
 @pytest.mark.parametrize("mode", ["collective", "store", "connect", "new group"])
-def test_blocked_threads_come_out_and_form_a_new_world(tmp_path: Path, mode: str) -> None:
+def test_blocked_threads_come_out_and_form_a_new_world(
+    tmp_path: Path, zygote: Zygote, mode: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(WORKER)
-    with Agent(tmp_path) as agent:
+    with Agent(tmp_path, zygote) as agent:
         workers = agent.launch(script, 4, MODE=mode)
         others = [workers[0], workers[1], workers[3]]
         agent.start(0, workers)
