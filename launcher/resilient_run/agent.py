@@ -41,6 +41,7 @@ from resilient_run.workers import WorkerProcess, ZygoteChannel
 
 POLL_S = 0.1
 SHOW_S = 0.25
+SPARE_DELAY_S = 0.25
 FORK_TIMEOUT_S = 10.0
 DUMP_TIMEOUT_S = 1.0
 STORE_LINGER_S = 0.25
@@ -89,6 +90,7 @@ class Agent:
         self._holding = False  # an effect is not done yet
         self._wake: asyncio.TimerHandle | None = None
         self._fork_timers: dict[Worker, asyncio.TimerHandle] = {}
+        self._spares_to_come: dict[Worker, tuple[asyncio.TimerHandle, ev.StartWorker]] = {}
         self._to_kill: set[Worker] = set()  # as soon as they are forked
         self._drains: list[tuple[float, int]] = []
         self._num_recoveries = 0
@@ -220,6 +222,21 @@ class Agent:
             self.feed(ev.StoreOpened(generation, host, port))
 
     def _start_worker(self, effect: ev.StartWorker) -> None:
+        """A spare is launched a little later: it must not take the CPU from the first step."""
+        if effect.slot is None:
+            timer = self.loop.call_later(SPARE_DELAY_S, self._launch_spare, effect)
+            self._spares_to_come[effect.worker] = (timer, effect)
+        else:
+            self._launch(effect)
+
+    def _launch_spare(self, effect: ev.StartWorker) -> None:
+        if self._spares_to_come.pop(effect.worker, None) is not None and not self._done.done():
+            try:
+                self._launch(effect)
+            except ConnectionError:
+                self._lose_zygote()
+
+    def _launch(self, effect: ev.StartWorker) -> None:
         worker, slot, plan = effect.worker, effect.slot, effect.plan
         first = plan is not None and plan.rank_of(worker) is not None and slot is not None
         if first and slot is not None:
@@ -243,6 +260,11 @@ class Agent:
             self.loop.call_later(STORE_LINGER_S, self.stores.close_before, plan.generation)
 
     def _kill(self, effect: ev.KillWorker) -> None:
+        to_come = self._spares_to_come.pop(effect.worker, None)
+        if to_come is not None:
+            to_come[0].cancel()
+            self.feed(ev.WorkerExited(effect.worker, -signal.SIGKILL, note="was never launched"))
+            return
         process = self.workers.get(effect.worker)
         if process is not None and process.pidfd is None:
             self._to_kill.add(effect.worker)
@@ -319,6 +341,9 @@ class Agent:
         for worker in effect.workers:
             self._send(worker, abort)
         self.detector.stop()
+        for timer, spare in list(self._spares_to_come.values()):
+            timer.cancel()
+            self._launch_spare(spare)
         # A worker that is blocked in the store, and has not got out by itself, comes out now.
         self.loop.call_later(STORE_LINGER_S, self.stores.close_before, effect.generation + 1)
 

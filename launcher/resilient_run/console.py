@@ -42,7 +42,7 @@ class Console:
         """The decision, if a person wants to know of it."""
         after = decision.state
         was, phase = before.phase, after.phase
-        if isinstance(event, ev.WorkerExited) and event.note:
+        if isinstance(event, ev.WorkerExited) and event.note and phase is not Phase.CLOSED:
             self.say(f"{_who(before, event.worker)}: {event.note.splitlines()[0]}")
         if phase is Phase.STOPPING and was is not Phase.STOPPING:
             self._recovering_since_s = now_s

@@ -32,6 +32,7 @@ from typing import Union
 import msgspec
 
 from resilient.errors import ConfigError
+from resilient_run.hugepages import collapse_heap
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "resilient.worker.train")
 MAX_DATAGRAM_BYTES = 200_000
@@ -231,6 +232,8 @@ class _Zygote:
             return False
         gc.collect()
         gc.freeze()  # else the first collection in each worker copies every page it inherited
+        if self.launch.forks:
+            collapse_heap()
         self.channel.send(encode(Warm()))
         return True
 

@@ -222,6 +222,10 @@ def _advance_collecting(move: Move) -> None:
 
 def _try_plan(move: Move) -> None:
     """Publishes the next plan when every slot has a ready worker, or the wait for it is over."""
+    if move.expired:  # whoever was late once already is stuck, and would be waited for each time
+        for worker in move.living(Status.STARTING):
+            if move.state.workers[worker].slot is None:
+                move.kill(worker, "not at the decorator in time")
     state = move.state
     assert state.plan is not None
     chosen = choose_members(state, give_up_waiting=move.expired)

@@ -104,7 +104,7 @@ class Summary:
         outcome: None while it runs, or when its agent was killed.
         root_cause, collateral: of an end that was a failure.
         num_steps: newest committed step that is known; a running job is usually further.
-        startup_s: from the first record to the first entry into the train function.
+        startup_s: from the agent's start to the first entry into the train function.
         training_s: from there to the end of training (so far).
         lost_s: of that, lost to recoveries.
         usual_step_s: as measured by the agent; None before it knew.
@@ -387,7 +387,8 @@ def summarize(journal: Journal) -> Summary:
     training_s = startup_s = None
     ended_s = reader.ended_s if reader.ended_s is not None else last_s
     if reader.entered_s is not None:
-        startup_s = reader.entered_s - journal.records[0].now_s
+        began_s = journal.header.get("now", journal.records[0].now_s)
+        startup_s = reader.entered_s - began_s
         training_s = ended_s - reader.entered_s
     lost_s = 0.0
     for recovery in recoveries:

@@ -50,8 +50,9 @@ def fault_text(fault: Fault) -> str:
     if fault.kind is FaultKind.COLLECTIVE:
         return f"a collective of {who} failed: {_error_text(fault.error)}"
     if fault.kind is FaultKind.HUNG:
-        note = fault.note.strip().splitlines()
-        return f"{who} hung" + (f" ({note[0].strip()})" if note else "")
+        # The note goes from the particular to what all the others did; the head is enough here.
+        note = fault.note.strip().partition("\n")[0].partition("; ")[0]
+        return f"{who} hung" + (f" ({note.removeprefix(f'{who} is ')})" if note else "")
     return f"the node of {who} was lost"
 
 
@@ -130,15 +131,16 @@ def _details(fault: Fault) -> list[str]:
     if len(lines) > MAX_DETAIL_LINES:
         left_out = len(lines) - MAX_DETAIL_LINES
         lines = [f"({left_out} lines before this)", *lines[-MAX_DETAIL_LINES:]]
-    if fault.kind is FaultKind.HUNG and len(lines) == 1:
-        return []  # the line is in fault_text already
     return [f"    {line}" for line in lines]
 
 
 def _folded(faults: Sequence[Fault]) -> str:
     """Collateral errors, one phrase a kind: "ranks 0, 1, 3: RuntimeError"."""
     kinds: dict[str, set[str]] = {}
+    erred = {fault.worker for fault in faults if fault.error is not None}
     for fault in faults:
+        if fault.kind is FaultKind.HUNG and fault.worker in erred:
+            continue  # it stood still because of what it then raised
         if fault.error is not None:
             what = _type_name(fault.error)
         elif fault.kind is FaultKind.HUNG:

@@ -490,11 +490,9 @@ class Protected:
 
 
 def _scaler_marks(inventory: Inventory) -> list[Any]:
-    """What scaler.update() moves: identity and version of its scale."""
-    return [
-        None if scaler._scale is None else (id(scaler._scale), scaler._scale._version)
-        for scaler in inventory.scalers
-    ]
+    """What scaler.update() moves: identity and version of its scale (None: not made yet)."""
+    scales = [getattr(scaler, "_scale", None) for scaler in inventory.scalers]
+    return [None if scale is None else (id(scale), scale._version) for scale in scales]
 
 
 def _no_group() -> None:

@@ -75,7 +75,8 @@ def _pieces(sizes_bytes: Sequence[int]) -> Iterator[list[_Slice]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+    lazy = tensor.is_neg() or tensor.is_conj()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not lazy
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

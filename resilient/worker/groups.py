@@ -122,17 +122,20 @@ def leave() -> None:
     The caller has severed the connections, or knows that nobody is blocked in one.
     """
     poison_meshes()
-    if not dist.is_initialized():
-        return
-    try:
-        dist.destroy_process_group()
-    except Exception:
-        # Half-made or broken groups may refuse an orderly end. Torch's own tables must be empty all
-        # the same, or the next init_process_group is refused.
-        _forget_groups()
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except Exception:
+            pass  # half-made or broken groups may refuse an orderly end
+    _forget_groups()
 
 
 def _forget_groups() -> None:
+    """Empties torch's own tables, whatever an interrupted init_process_group left there.
+
+    Above all the counter that names groups: names are part of the keys in the store, and a rank that
+    counts on would wait for ever for peers that began at 0.
+    """
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world

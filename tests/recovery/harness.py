@@ -19,6 +19,13 @@ SCRIPT = Path(__file__).with_name("train_script.py")
 ROOT = Path(__file__).parents[2]
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @dataclass
 class Run:
     """A finished run.
@@ -90,7 +97,7 @@ class Launch:
                 self.seen.setdefault(process.pid, process)
         except psutil.NoSuchProcess:
             pass
-        return [p for p in self.seen.values() if p.is_running() and p.status() != "zombie"]
+        return [process for process in self.seen.values() if _lives(process)]
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -52,8 +52,6 @@ def _rank(target: str, rank: int, world_size: int, directory: Path) -> None:
 
 def _main() -> int:
     target, world_size, directory, timeout_s = sys.argv[1:]
-    import torch.distributed
-    import torch._dynamo  # or the first optimizer of each rank imports it  # noqa: F401
 
     importlib.import_module(target.partition(":")[0])
     deadline_s = time.monotonic() + float(timeout_s)

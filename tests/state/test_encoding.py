@@ -142,4 +142,5 @@ def test_damaged_bytes():
     with pytest.raises(CheckpointCorrupt):
         unpack([99, 1], lambda key, kind: None)
     with pytest.raises(CheckpointCorrupt):
-        unpack([13, "load"], lambda key, kind: None)  # torch.load is no dtype
+        tag = pack(torch.float32, "", None)[0]
+        unpack([tag, "load"], lambda key, kind: None)  # torch.load is no dtype

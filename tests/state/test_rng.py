@@ -70,10 +70,7 @@ def test_every_draw_is_seen(draw):
         after = state.read()
         fresh = RandomState().read()
         assert after == fresh, "what was read is not what is there"
-        if before == after:  # a seed set twice
-            assert draw() is None or True
-        else:
-            assert after is not before
+        assert (after is before) == (after == before)
 
 
 def test_many_draws_against_reading_anew():

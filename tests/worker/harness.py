@@ -7,6 +7,7 @@ the messages that come back, each with the time at which it came.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import runpy
@@ -28,6 +29,7 @@ from resilient.core.model import Cut, CutKind
 from resilient.page import Page
 
 WAIT_S = 30.0
+STACKS_SIGNAL = signal.SIGRTMIN + 4
 BEGINNING = Cut(CutKind.INITIAL, 0)
 
 
@@ -65,7 +67,7 @@ class Worker:
 
     def told(self) -> str:
         """What it said, for a message of a failed test."""
-        said = [type(message).__name__ for _, message in self.messages]
+        said = [type(message).__name__ for _, message in self.messages[-8:]]
         return f"pid {self.pid} rank {self.rank} status {self.status} said {said}"
 
 
@@ -218,10 +220,19 @@ class Agent:
         while not condition():
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                told = "\n".join(worker.told() for worker in self.workers)
-                logs = "\n".join(worker.log.read_text()[-3000:] for worker in self.workers)
-                raise AssertionError(f"waited {timeout_s:g} s for {what}\n{told}\n{logs}")
+                raise AssertionError(f"waited {timeout_s:g} s for {what}\n{self._evidence()}")
             self._take_in(min(left_s, 0.2))
+
+    def _evidence(self) -> str:
+        """What each worker said, the end of its log, and its stacks."""
+        for worker in self.alive:
+            self._signal(worker, STACKS_SIGNAL)
+        time.sleep(0.5)
+        told = [worker.told() for worker in self.workers]
+        for worker in self.workers:
+            lines = worker.log.read_text().splitlines()
+            told += [line for line in lines if not line.startswith("frame #")][-60:]
+        return "\n".join(told)
 
     def wait_all(self, kind: type, generation: int, ranks: Sequence[Worker]) -> list[Any]:
         """Waits until each has said it about that generation; returns what was said."""
@@ -302,6 +313,7 @@ def _become_worker(request: dict[str, Any], socket_fd: int, page_fd: int, output
         os.dup2(output_fd, fd)
     os.environ.update(request["environment"])
     os.environ["RESILIENT_WORKER_FDS"] = f"{socket_fd},{page_fd}"
+    faulthandler.register(STACKS_SIGNAL)
     code = 1
     try:
         runpy.run_path(request["script"], run_name="__main__")
