@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -59,14 +60,22 @@ def run(command: Sequence[str], out: Path, **more_environment: str) -> None:
         sys.exit(f"{tail}\n{' '.join(command)}\n{how}")
 
 
-def logged_steps(out: Path) -> list[tuple[int, int, int]]:
-    """(ns, committed steps, generation) of all ranks, in the order of time."""
-    found = []
-    for path in out.glob("steps-*.txt"):
-        for line in path.read_text().splitlines():
-            ns, num_steps, generation = line.split()
-            found.append((int(ns), int(num_steps), int(generation)))
-    return sorted(found)
+class Step(NamedTuple):
+    """A step that one rank has committed; processor_ns: what its process had used by then."""
+
+    ns: int
+    num_steps: int
+    generation: int
+    processor_ns: int
+
+
+def logged_steps(out: Path) -> list[Step]:
+    """Of all ranks, in the order of time."""
+    return sorted(
+        Step(*map(int, line.split()))
+        for path in out.glob("steps-*.txt")
+        for line in path.read_text().splitlines()
+    )
 
 
 def remove(out: Path) -> None:

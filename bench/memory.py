@@ -21,6 +21,9 @@ from pathlib import Path
 import psutil
 from common import WORKLOAD, command_of, environment
 
+from resilient.core.events import WorkerReady
+from resilient.report import find_journal, read_journal
+
 NUM_RANKS = 4
 TOGETHER_MB, SPARE_MB = 600, 150
 START_TIMEOUT_S = 60
@@ -59,30 +62,39 @@ def together_bytes(processes: Iterable[psutil.Process]) -> tuple[int, str]:
     return sum(p.memory_info().rss for p in processes), "sum of resident sizes, an upper bound"
 
 
-def wait_steps(out: Path, agent: psutil.Process) -> tuple[psutil.Process, list[psutil.Process]]:
-    """Waits until every rank has trained and a spare is there. Returns (zygote, spares)."""
+def wait_trained(out: Path, agent: psutil.Process) -> tuple[psutil.Process, psutil.Process]:
+    """Waits until every rank has trained and a spare is at the decorator.
+
+    Returns:
+        The zygote and the spare.
+    """
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline_s:
+        time.sleep(0.2)
         ranks = {
             int(path.stem.split("-")[2])
             for path in out.glob("steps-*.txt")
             if path.read_bytes().count(b"\n") >= 5
         }
+        if len(ranks) < NUM_RANKS or not spare_ready(out / "logs"):
+            continue
         for zygote in agent.children():
             spares = [child for child in zygote.children() if child.pid not in ranks]
-            # A spare that still runs towards the decorator has not got its whole size yet.
-            idle = [spare for spare in spares if sleeping(spare)]
-            if len(ranks) == NUM_RANKS and idle:
-                return zygote, idle
-        time.sleep(0.2)
+            if spares:
+                return zygote, spares[0]
     raise SystemExit(f"no {NUM_RANKS} ranks and a spare within {START_TIMEOUT_S} s")
 
 
-def sleeping(process: psutil.Process) -> bool:
-    """No processor time within half a second."""
-    before = sum(process.cpu_times()[:2])
-    time.sleep(0.5)
-    return sum(process.cpu_times()[:2]) == before
+def spare_ready(logs: Path) -> bool:
+    """Whether a worker that was started without a slot has said that it waits."""
+    spares, ready = set(), set()
+    for record in read_journal(find_journal(str(logs))).records:
+        for effect in record.effects_of("StartWorker"):
+            if effect["slot"] is None:
+                spares.add(tuple(effect["worker"]))
+        if isinstance(record.event, WorkerReady):
+            ready.add(tuple(record.event.worker))
+    return bool(spares & ready)
 
 
 def main() -> None:
@@ -94,17 +106,17 @@ def main() -> None:
         command += [f"--log-dir={out / 'logs'}", str(WORKLOAD), "--mode=decorated"]
         command += [f"--out={out}", "--steps=100000", "--pause-ms=20"]
         process = subprocess.Popen(
-            command, env=environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr
+            command, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
             agent = psutil.Process(process.pid)
-            zygote, spares = wait_steps(out, agent)
+            zygote, spare = wait_trained(out, agent)
             total, how = together_bytes([agent, zygote])
             for name, one in (("agent", agent), ("zygote", zygote)):
                 info = one.memory_full_info()
                 print(f"{name:8s} resident {info.rss / 1e6:.0f} MB, own {info.uss / 1e6:.0f} MB")
             print(f"agent and zygote together {total / 1e6:.0f} MB ({how}); limit {TOGETHER_MB} MB")
-            own = spares[0].memory_full_info().uss
+            own = spare.memory_full_info().uss
             print(f"spare, own {own / 1e6:.0f} MB; limit {SPARE_MB} MB")
         finally:
             process.terminate()

@@ -25,7 +25,8 @@ KILL_STEP = 40
 def measured_s(out: Path) -> float:
     """From the kill to the first commit of a step beyond those that were committed before it."""
     killed_ns = int((out / "killed").read_text())
-    after = [ns for ns, steps, _ in logged_steps(out) if ns > killed_ns and steps > KILL_STEP]
+    steps = logged_steps(out)
+    after = [step.ns for step in steps if step.ns > killed_ns and step.num_steps > KILL_STEP]
     if not after:
         raise SystemExit(f"{out}: no step was committed after the kill")
     return (min(after) - killed_ns) / 1e9

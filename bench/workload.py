@@ -55,7 +55,7 @@ def build() -> nn.Module:
 
 
 class Log:
-    """Lines "ns committed-steps generation", written at once."""
+    """Lines "ns committed-steps generation processor-ns", written at once."""
 
     def __init__(self, rank: int) -> None:
         self._fd = os.open(
@@ -65,7 +65,8 @@ class Log:
         )
 
     def committed(self, num_steps: int, generation: int) -> None:
-        os.write(self._fd, f"{time.monotonic_ns()} {num_steps} {generation}\n".encode())
+        now_ns, processor_ns = time.monotonic_ns(), time.process_time_ns()
+        os.write(self._fd, f"{now_ns} {num_steps} {generation} {processor_ns}\n".encode())
 
 
 def maybe_die(rank: int, step: int) -> None:

@@ -151,7 +151,10 @@ class Agent:
                 self._wake.cancel()
         self.console.close()
         self.logs.close()
-        self.console.report(self.journal.path, finish.outcome, self.state.decorated)
+        if self.state.plan is not None:
+            self.console.report(self.journal.path, finish.outcome, self.state.decorated)
+        else:
+            self.console.say(finish.reason)
         return exit_code(finish.outcome, finish.root_cause, self.state.draining)
 
     def _on_bug(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -476,6 +479,7 @@ class Agent:
         elif isinstance(message, wire.Joined):
             self.feed(ev.WorkerJoined(worker, message.generation))
         elif isinstance(message, wire.Restored):
+            self.heritage.restored(worker)
             self.feed(ev.WorkerRestored(worker, message.generation))
         elif isinstance(message, wire.Stepped):
             self.feed(ev.WorkerStepped(worker, message.generation, message.step))

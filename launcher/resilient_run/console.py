@@ -46,7 +46,8 @@ class Console:
             self.say(f"{_who(before, event.worker)}: {event.note.splitlines()[0]}")
         if phase is Phase.STOPPING and was is not Phase.STOPPING:
             self._recovering_since_s = now_s
-            self.say(f"step {after.committed_step}: {decision.reason}")
+            step = max(after.committed_step, getattr(event, "step", 0))
+            self.say(f"step {step}: {decision.reason}")
         since_s = self._recovering_since_s
         if isinstance(event, ev.WorkerStepped) and since_s is not None and not before.stepped:
             took_ms = 1000 * (now_s - since_s)

@@ -25,6 +25,7 @@ class Heritage:
     def __init__(self) -> None:
         self._by_rank: dict[int, list[tuple[Worker, Page]]] = {}
         self._dead: set[Worker] = set()
+        self._restored: set[Worker] = set()
         self._drills_struck: Counter[int] = Counter()
 
     def drills_left(self, specs: Sequence[str], living: Iterable[Page]) -> tuple[str, ...]:
@@ -50,19 +51,27 @@ class Heritage:
                 held.append((member.worker, pages[member.worker]))
 
     def predecessor(self, plan: Plan, rank: int, worker: Worker) -> Page | None:
-        """The page with the rank's own state at the plan's cut; None: the worker needs none."""
+        """The page with the rank's own state at the plan's cut; None: the worker needs none.
+
+        One that was given the rank before and never got as far as to restore still needs it.
+        """
         held = self._by_rank.get(rank, [])
-        if held and held[-1][0] == worker:
+        if worker in self._restored:
             return None
         for former, page in reversed(held):
             if former != worker and page.kept(plan.cut.step) is not None:
                 return page
         return None
 
+    def restored(self, worker: Worker) -> None:
+        """It has state of its own from now on."""
+        self._restored.add(worker)
+
     def bury(self, worker: Worker, page: Page) -> None:
         """The worker is gone; its page is closed once nobody can need it any more."""
         self._drills_struck.update(_bits(page.read().drills_fired))
         self._dead.add(worker)
+        self._restored.discard(worker)
         if not any(worker == w for held in self._by_rank.values() for w, _ in held):
             self._dead.discard(worker)
             page.close()

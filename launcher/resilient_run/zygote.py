@@ -234,7 +234,10 @@ class _Zygote:
         gc.freeze()  # else the first collection in each worker copies every page it inherited
         if self.launch.forks:
             collapse_heap()
-        self.channel.send(encode(Warm()))
+        try:
+            self.channel.send(encode(Warm()))
+        except OSError:
+            return False  # the agent has been told to stop meanwhile
         return True
 
     def _import_all(self) -> None:

@@ -25,11 +25,11 @@ class Part(NamedTuple):
     """One piece of a global batch.
 
     Attributes:
-        index: 0..num_parts-1, within its global batch.
+        number: 0..num_parts-1, within its global batch.
         start, stop: positions in the epoch's order.
     """
 
-    index: int
+    number: int
     start: int
     stop: int
 

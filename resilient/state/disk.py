@@ -22,6 +22,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ STALE_TIMEOUT_S = 1.0
 _STEP_DIR = re.compile(r"step-(\d{8,})")
 _HIDDEN_DIR = re.compile(r"\.(?:pending|removing)-step-(\d{8,})")
 _SMALL_KEY = "resilient.small"
+
+# One rank writes alone, on purpose, while torch.distributed is in use beside it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 
 def step_dir(directory: str | os.PathLike[str], step: int) -> Path:
@@ -281,6 +285,13 @@ def load(directory: str | os.PathLike[str], step: int, rank: int) -> tuple[Image
 # ---------------------------------------------------------------- writing
 
 
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> metadata.StorageMeta:
+        # DCP's own would keep the path it is written to, which is not the one it will have, as an
+        # object of pathlib's.
+        return metadata.StorageMeta(save_id=self.save_id)
+
+
 def _never() -> bool:
     return False
 
@@ -325,7 +336,7 @@ def save(
             sections[key] = section
     small = bytearray(encode([image.step, image.tree, sections]))
     tensors[_SMALL_KEY] = torch.frombuffer(small, dtype=torch.uint8)
-    writer = dcp.FileSystemWriter(pending, sync_files=True)
+    writer = _Writer(pending, sync_files=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     missing = _wait_ranks(pending, world_size, ranks_timeout_s, is_stale)
     if missing and needs_all_ranks:

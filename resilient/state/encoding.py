@@ -1,10 +1,11 @@
 """Plain state to MessagePack and back, the same in type and bits; never pickle.
 
 A state is packed into a *node*: scalars, and dicts of scalars, stand for themselves, everything
-else is an array that begins with a tag. So dict keys that are ints, tuples, Counters and numpy values come back as what
-they were, which JSON or bare MessagePack would not give. Tensors are not part of a node: a node
-names them, and the caller keeps them beside it (by reference, as a clone, or in a file). Packing
-copies every container, so a node never changes with the object it came from.
+else is an array that begins with a tag. So dict keys that are ints, tuples, Counters and numpy
+values come back as what they were, which JSON or bare MessagePack would not give. Tensors are not
+part of a node: a node names them, and the caller keeps them beside it (by reference, as a clone,
+or in a file). Packing copies every container, so a node never changes with the object it came
+from.
 """
 
 from __future__ import annotations
@@ -82,9 +83,12 @@ def pack(value: Any, path: str, put: Put) -> Node:
     if kind is int:
         # MessagePack ends at 64 bits; numpy generators have integers of 128.
         return value if -(1 << 63) <= value < (1 << 64) else [_BIG, str(value)]
-    if kind is dict and _PLAIN_INT.issuperset(map(type, value.values())):
-        if _KEYS.issuperset(map(type, value)):
-            return value.copy()  # most states are so simple, and are packed at every commit
+    if (
+        kind is dict
+        and _PLAIN_INT.issuperset(map(type, value.values()))
+        and _KEYS.issuperset(map(type, value))
+    ):
+        return value.copy()  # most states are so simple, and are packed at every commit
     tag = _MAPPINGS.get(kind)
     if tag is not None:
         return _pack_items([tag], value, path, put)

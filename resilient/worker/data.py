@@ -245,7 +245,7 @@ class Batches:
     def _load(self, step: int, part: Part) -> Any:
         if self._loader is None:
             return self._loading.load(self._dealing.indices(step, part))
-        return self._loader.get(step, part.index, self._dealing, self._check_interrupted)
+        return self._loader.get(step, part.number, self._dealing, self._check_interrupted)
 
 
 @dataclass(frozen=True)
@@ -265,9 +265,9 @@ class _Dealing:
         """Everything from there on; first_part: of that step."""
         for later in range(step, self.deal.num_steps):
             for part in self.deal.parts(self.deal.batch(later), self.rank, self.world_size):
-                if later > step or part.index >= first_part:
-                    seed = part_seed(self.seed, later, part.index)
-                    yield Request(later, part.index, seed, self.indices(later, part))
+                if later > step or part.number >= first_part:
+                    seed = part_seed(self.seed, later, part.number)
+                    yield Request(later, part.number, seed, self.indices(later, part))
 
     def indices(self, step: int, part: Part) -> list[int]:
         """The samples of a part."""

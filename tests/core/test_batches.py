@@ -65,7 +65,7 @@ def test_a_part_holds_the_same_samples_in_every_world(deal: Deal, one: int, othe
             )
 
         assert dealt(one) == dealt(other)
-        assert [part.index for part in dealt(one)] == list(range(deal.num_parts_of(span)))
+        assert [part.number for part in dealt(one)] == list(range(deal.num_parts_of(span)))
         assert all(0 < part.num_samples <= deal.part_size for part in dealt(one))
         assert all(part.num_samples == deal.part_size for part in dealt(one)[:-1])
 

@@ -1,11 +1,12 @@
 """Runs a function on several real ranks, each a process forked from one that has torch imported.
 
-As a module, `run`; as a script, the process that forks them.
+As a module, `Ranks`; as a script, the process that forks them.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -19,22 +20,38 @@ _HERE = Path(__file__).parent
 _ROOT = _HERE.parent.parent
 
 
-def run(target: str, world_size: int, directory: Path, timeout_s: float = 60) -> None:
-    """Calls module:function(rank, world_size, directory) on each rank, joined by gloo.
+class Ranks:
+    """One process with torch imported, that forks the ranks of one check after the other."""
 
-    Raises AssertionError with what the ranks wrote when one of them fails, or all take too long.
-    """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{_ROOT}{os.pathsep}{_HERE}",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, __file__, target, str(world_size), str(directory), str(timeout_s)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=timeout_s + 30
-    )
-    assert done.returncode == 0, f"{target} on {world_size} ranks:\n{done.stdout}\n{done.stderr}"
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_HERE)]),
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, target: str, world_size: int, directory: Path, timeout_s: float = 60) -> None:
+        """Calls module:function(rank, world_size, directory) on each rank, joined by gloo.
+
+        Raises AssertionError with what the ranks said when one fails, or all take too long.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = [target, world_size, str(directory), timeout_s]
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        problem = json.loads(self._process.stdout.readline())
+        assert not problem, f"{target} on {world_size} ranks: {problem}"
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
 
 
 def _rank(target: str, rank: int, world_size: int, directory: Path) -> None:
@@ -50,44 +67,56 @@ def _rank(target: str, rank: int, world_size: int, directory: Path) -> None:
     dist.destroy_process_group()
 
 
-def _main() -> int:
-    target, world_size, directory, timeout_s = sys.argv[1:]
+def _fork(target: str, rank: int, world_size: int, directory: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        with open(directory / f"rank-{rank}.log", "w") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        _rank(target, rank, world_size, directory)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
-    importlib.import_module(target.partition(":")[0])
-    deadline_s = time.monotonic() + float(timeout_s)
-    children = {}
-    for rank in range(int(world_size)):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                _rank(target, rank, int(world_size), Path(directory))
-                status = 0
-            except BaseException:
-                sys.stderr.write(f"rank {rank}: {traceback.format_exc()}")
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        children[pid] = rank
-    failed = 0
+
+def _serve(target: str, world_size: int, directory: Path, timeout_s: float) -> str:
+    """Runs one check; returns what went wrong, "" if nothing."""
+    deadline_s = time.monotonic() + timeout_s
+    children = {_fork(target, rank, world_size, directory): rank for rank in range(world_size)}
+    problem = ""
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             rank = children.pop(pid)
             if status:
-                failed = 1
-                print(f"rank {rank} ended with wait status {status}", flush=True)
-        elif failed or time.monotonic() > deadline_s:
-            print(f"ranks {sorted(children.values())} are killed", flush=True)
+                text = (directory / f"rank-{rank}.log").read_text()
+                problem += f"rank {rank} ended with wait status {status}\n{text}\n"
+        elif problem or time.monotonic() > deadline_s:
+            problem += f"ranks {sorted(children.values())} had not ended"
             for child in children:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-            return 1
+            children = {}
         else:
-            time.sleep(0.01)
-    return failed
+            time.sleep(0.005)
+    return problem
+
+
+def _main() -> None:
+    import torch._dynamo  # or the first optimizer of each rank imports it
+    import torch.distributed  # noqa: F401
+
+    for line in sys.stdin:
+        target, world_size, directory, timeout_s = json.loads(line)
+        importlib.import_module(target.partition(":")[0])
+        print(json.dumps(_serve(target, world_size, Path(directory), timeout_s)), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()

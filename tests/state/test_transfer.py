@@ -6,7 +6,14 @@ import pytest
 
 from resilient.core.model import Cut, CutKind
 from resilient.state.transfer import _pieces, holder_for, receivers_of
-from tests.state import ranks
+from tests.state.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    server = Ranks()
+    yield server
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -19,9 +26,10 @@ from tests.state import ranks
         ("behind_by_one", 3),
         ("other_model_at_a_joiner", 2),
         ("late_collective", 2),
+        ("a_holder_dies_in_the_middle", 2),
     ],
 )
-def test_on_ranks(check, world_size, tmp_path):
+def test_on_ranks(ranks, check, world_size, tmp_path):
     ranks.run(f"rank_checks:{check}", world_size, tmp_path)
 
 

@@ -365,7 +365,7 @@ class Normed(nn.Module):
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
         self.register_buffer("flag", torch.tensor([True, False]))
-        self.register_buffer("half", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("small", torch.zeros(3, dtype=torch.bfloat16))
         self.register_buffer("empty", torch.zeros(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -383,7 +383,7 @@ def norms(rank: int) -> Any:
             if rank == 0:
                 local(x[piece]), local(x[piece])
                 model.flag.logical_not_()
-                model.half += 0.1
+                model.small += 0.1
             one.backward()
             two.backward()
     return [b.clone() for b in model.buffers()], [b.clone() for b in local.buffers()]
@@ -393,10 +393,12 @@ def test_buffers_follow_rank_zero(tmp_path):
     results = run_ranks(tmp_path, WORLD_SIZE, norms)
     assert_all_equal([buffers for buffers, _ in results])
     buffers, alone = results[0]
-    assert all(torch.equal(a, b) for a, b in zip(buffers[:3], alone[:3], strict=True))
-    assert int(buffers[2]) == 4  # num_batches_tracked
-    assert buffers[3].tolist() == [True, False]
-    assert torch.equal(buffers[4], 2 * torch.full((3,), 0.1, dtype=torch.bfloat16))
+    flag, small, _, _, _, num_batches_tracked = buffers
+    assert all(torch.equal(a, b) for a, b in zip(buffers[3:], alone[3:], strict=True))
+    assert int(num_batches_tracked) == 4
+    assert flag.tolist() == [True, False]
+    tenth = torch.tensor(0.1, dtype=torch.bfloat16)
+    assert torch.equal(small, torch.stack([tenth + tenth] * 3))
 
 
 class Checkpointed(nn.Module):
@@ -445,14 +447,14 @@ def mixed_dtypes_and_strides(rank: int) -> list[Any]:
     model = nn.ModuleDict(
         {
             "conv": nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
-            "half": nn.Linear(4, 4).bfloat16(),
+            "low": nn.Linear(4, 4).bfloat16(),
             "out": nn.Linear(4, 2),
         }
     )
     exchange = GradientExchange(model, group=None, world_size=2)
     x = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(rank))
     h = model["conv"](x.contiguous(memory_format=torch.channels_last)).mean((2, 3))
-    model["out"](model["half"](h.bfloat16()).float()).sum().backward()
+    model["out"](model["low"](h.bfloat16()).float()).sum().backward()
     exchange.detach()
     weight = model["conv"].weight
     assert weight.grad.stride() == weight.stride() and not weight.is_contiguous()

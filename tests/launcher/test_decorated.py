@@ -1,0 +1,179 @@
+"""The agent with decorated scripts, against a worker that only speaks the wire (fake_worker.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.harness import Launcher, Run, wait_until
+
+FAKE = Path(__file__).with_name("fake_worker.py")
+
+
+def lines(run: Run, key: str) -> list[dict[str, Any]]:
+    every = [json.loads(line) for line in run.stdout.splitlines() if line.endswith("}")]
+    return [line for line in every if key in line]
+
+
+def wait_started(run: Run, generation: int, num_ranks: int) -> dict[int, dict[str, Any]]:
+    """Waits until so many ranks have entered the generation; what each was told."""
+
+    def started() -> dict[int, dict[str, Any]]:
+        return {line["rank"]: line for line in lines(run, "start") if line["start"] == generation}
+
+    wait_until(lambda: len(started()) == num_ranks, f"generation {generation}", run._seen)
+    return started()
+
+
+def wait_step(run: Run, step: int) -> None:
+    wait_until(lambda: min(run.ask_status()["steps"].values(), default=0) >= step, f"step {step}")
+
+
+def wait_spare(run: Run) -> None:
+    """Waits until a spare is at the decorator."""
+    wait_until(lambda: [u for u in lines(run, "up") if u["RANK"] is None], "a spare", run._seen)
+
+
+def test_a_spare_takes_the_place_of_the_dead(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 3, "-t", "3", FAKE)
+    run.wait_line('"start": 0', 3)
+    assert run.stdout.count("[default") == len(run.stdout.splitlines())
+
+
+def test_recovery_by_a_spare(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 3, "--inject", "kill:rank=1,step=999999", FAKE)
+    first = wait_started(run, 0, 3)
+    wait_spare(run)
+    wait_step(run, 3)
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    second = wait_started(run, 1, 3)
+    assert [second[rank]["pid"] == first[rank]["pid"] for rank in range(3)] == [True, False, True]
+    assert second[1]["before"] == "state of rank 1"
+    assert second[0]["before"] is second[2]["before"] is None
+    environment = second[1]["environment"]
+    assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["1", "1", "3"]
+    assert environment["MASTER_PORT"] != first[1]["environment"]["MASTER_PORT"]
+    spare = next(line for line in lines(run, "up") if line["up"] == second[1]["pid"])
+    assert spare["RANK"] is spare["LOCAL_RANK"] is spare["MASTER_PORT"] is None
+    wait_until(lambda: run.ask_status()["phase"] == "running", "running")
+    assert run.ask_status()["recoveries"] == 1
+    (launch.base / "finish").touch()
+    assert run.wait() == 0, run.stderr
+    assert "rank 1 died (SIGKILL)" in run.stderr
+    (link,) = (run.logs / "attempt_0/1").glob("worker_*")
+    assert link.is_symlink() and link.resolve().name == "worker_3"
+
+
+def test_a_drill_that_has_struck_is_not_given_out_again(launch: Launcher) -> None:
+    # The fake does not obey drills: rank 0 marks the first as struck by hand, then dies.
+    text = FAKE.read_text().replace(
+        "    stepped = False\n",
+        "    stepped = False\n"
+        "    if start.generation == 0 and start.rank == 0:\n"
+        "        page.mark_fault(0); time.sleep(0.1); os.kill(os.getpid(), 9)\n",
+    )
+    launch.script(text)
+    drills = ["kill:rank=0,step=1", "kill:rank=1,step=99999"]
+    run = launch("--nproc-per-node", 2, "--inject", drills[0], "--inject", drills[1], "script.py")
+    assert wait_started(run, 0, 2)[0]["drills"] == drills
+    assert wait_started(run, 1, 2)[0]["drills"] == ["", drills[1]]
+    (launch.base / "finish").touch()
+    assert run.wait() == 0, run.stderr
+    exited = [record["event"] for record in run.events("WorkerExited")]
+    assert exited[0]["began_s"] is not None
+
+
+def test_shrinks_without_replacement(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 3, "--replace", "no", FAKE)
+    pid = wait_started(run, 0, 3)[0]["pid"]
+    wait_step(run, 2)
+    os.kill(pid, signal.SIGKILL)
+    second = wait_started(run, 1, 2)
+    assert second[0]["environment"]["WORLD_SIZE"] == "2"
+    assert second[0]["environment"]["LOCAL_RANK"] == "2"  # the highest rank fills the hole
+    (launch.base / "finish").touch()
+    assert run.wait() == 0, run.stderr
+
+
+def test_asked_to_stop_drains(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 2, "--checkpoint-dir", "ck", FAKE)
+    wait_started(run, 0, 2)
+    wait_step(run, 2)
+    run.signal(signal.SIGTERM)
+    assert run.wait() == 75, run.stderr
+    told = [line["told"] for line in lines(run, "told")]
+    assert told.count("Abort") == 2
+    assert told.count("Persist") == 1
+    assert told.count("Stop") == 2
+    exited = {tuple(r["event"]["worker"]): r["event"]["status"] for r in run.events("WorkerExited")}
+    assert list(exited.values()).count(75) == 2
+
+
+def test_a_worker_that_was_sent_sigterm_asks_for_the_drain(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 2, FAKE)
+    pid = wait_started(run, 0, 2)[1]["pid"]
+    os.kill(pid, signal.SIGTERM)
+    assert run.wait() == 75, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [("builtins.ValueError", 1), ("resilient.errors.ConfigError", 2)]
+)
+def test_an_error_that_stays(launch: Launcher, error: str, status: int) -> None:
+    (launch.base / "raise-1").write_text(error)
+    run = launch("--nproc-per-node", 2, FAKE)
+    assert run.wait() == status, run.stderr
+    assert "rank 1 raised" in run.stderr
+
+
+def test_everybody_dies(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 2, "--spares", 0, FAKE)
+    pids = [line["pid"] for line in wait_started(run, 0, 2).values()]
+    wait_step(run, 2)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # so that none of them can still commit
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert run.wait() == 70, run.stderr
+    assert "no copy of step" in run.stderr
+
+
+def test_a_stopped_rank_is_named_and_replaced(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 2, "--hang-timeout", 1, "--interrupt-timeout", 0.5, FAKE)
+    pid = wait_started(run, 0, 2)[1]["pid"]
+    wait_spare(run)
+    wait_step(run, 2)
+    os.kill(pid, signal.SIGSTOP)
+    second = wait_started(run, 1, 2)
+    assert second[1]["pid"] != pid
+    (hung,) = run.events("WorkersHung")
+    assert "rank 1 is stopped by a signal" in hung["event"]["note"]
+    (launch.base / "finish").touch()
+    assert run.wait() == 0, run.stderr
+    assert "rank 1 hung" in run.stderr
+
+
+def test_stacks_of_a_rank_that_stands_still(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 2, "--hang-timeout", 1, "--interrupt-timeout", 0.5, FAKE)
+    wait_started(run, 0, 2)
+    wait_step(run, 2)
+    (launch.base / "hang-0").touch()
+    wait_started(run, 1, 2)
+    stacks = (run.logs / "attempt_0/0/stacks.txt").read_text()
+    assert "fake_worker.py" in stacks and "in run" in stacks
+    assert (run.logs / "attempt_0/1/stacks.txt").read_text()
+    (launch.base / "finish").touch()
+    assert run.wait() == 0, run.stderr
+
+
+def test_hang_detection_can_be_off(launch: Launcher) -> None:
+    run = launch("--nproc-per-node", 2, "--hang-timeout", "off", FAKE)
+    wait_started(run, 0, 2)
+    (launch.base / "finish").touch()
+    assert run.wait() == 0, run.stderr
+    assert run.events("WorkersHung") == []
