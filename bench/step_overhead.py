@@ -1,10 +1,10 @@
 """What a healthy step costs more than with plain DDP under torchrun.
 
 Two numbers. *Own cost*: the decorated loop of one process without an agent against the same loop
-written plainly, in microseconds of processor time a step. *Against torchrun*: both launchers on the same training, at
-steps of 5 and 50 ms. A step's length is made by sleeping, not by computing: on a machine
-with fewer cores than ranks, arithmetic would measure the scheduler, while whatever we add is added
-to a sleep in full. Runs alternate; a run counts by its median step, the first ones left out.
+written plainly, in microseconds of processor time a step. *Against torchrun*: both launchers on the
+same training, at steps of 5 and 50 ms. A step's length is made by sleeping, not by computing: on a
+machine with fewer cores than ranks arithmetic would measure the scheduler, while whatever we add is
+added to a sleep in full. Runs alternate; a run counts by its median step, the first ones left out.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         time.sleep(0.05)
     if left:
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        reporter.ensure_newline()
         for line in left:
             reporter.write_line(f"left behind by a test: {line}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

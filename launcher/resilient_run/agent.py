@@ -206,7 +206,8 @@ class Agent:
         if decision.wake_s is not None:
             self._wake = self.loop.call_at(decision.wake_s, self.feed, ev.TimePassed())
         # After the effects: a slow terminal must not delay a recovery.
-        self.loop.call_soon(self.console.tell, before, event, decision, now_s)
+        step = max((p.page.read().step for p in self.workers.values()), default=0)
+        self.loop.call_soon(self.console.tell, before, event, decision, now_s, step)
 
     # ------------------------------------------------------------ effects: workers
 

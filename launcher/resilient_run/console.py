@@ -38,16 +38,17 @@ class Console:
 
     # ------------------------------------------------------------ lines
 
-    def tell(self, before: State, event: ev.Event, decision: ev.Decision, now_s: float) -> None:
-        """The decision, if a person wants to know of it."""
+    def tell(
+        self, before: State, event: ev.Event, decision: ev.Decision, now_s: float, step: int
+    ) -> None:
+        """The decision, if a person wants to know of it. step: newest one any page shows."""
         after = decision.state
         was, phase = before.phase, after.phase
         if isinstance(event, ev.WorkerExited) and event.note and phase is not Phase.CLOSED:
             self.say(f"{_who(before, event.worker)}: {event.note.splitlines()[0]}")
         if phase is Phase.STOPPING and was is not Phase.STOPPING:
             self._recovering_since_s = now_s
-            step = max(after.committed_step, getattr(event, "step", 0))
-            self.say(f"step {step}: {decision.reason}")
+            self.say(f"step {max(after.committed_step, step)}: {decision.reason}")
         since_s = self._recovering_since_s
         if isinstance(event, ev.WorkerStepped) and since_s is not None and not before.stepped:
             took_ms = 1000 * (now_s - since_s)

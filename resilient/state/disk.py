@@ -301,7 +301,8 @@ def write_rng(directory: str | os.PathLike[str], step: int, rank: int, rng: byte
     pending = _pending_dir(directory, step)
     pending.mkdir(parents=True, exist_ok=True)
     target = pending / _rng_name(rank)
-    _write_durably(target.with_suffix(".tmp"), rng)
+    # The rank that publishes makes it durable: this is called in the middle of a recovery.
+    target.with_suffix(".tmp").write_bytes(rng)
     os.rename(target.with_suffix(".tmp"), target)
 
 
@@ -342,6 +343,8 @@ def save(
     if missing and needs_all_ranks:
         raise CheckpointMissing(f"its ranks left no {', '.join(sorted(missing))}", step=image.step)
     wanted = sorted({_rng_name(rank) for rank in range(world_size)} - missing)
+    for name in wanted:
+        _sync(pending / name)
     names = [n for n in os.listdir(pending) if n.endswith(".distcp")] + [".metadata", *wanted]
     manifest = {
         "version": FORMAT_VERSION,
@@ -352,14 +355,14 @@ def save(
     for name in set(os.listdir(pending)) - set(names):
         os.unlink(pending / name)  # files of ranks of a larger, older world
     _write_durably(pending / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _sync_dir(pending)
+    _sync(pending)
     if final.exists():
         if not _problem(final):
             _remove(pending)  # the same step was reached again: never be without it
             return
         _remove(final)
     os.rename(pending, final)
-    _sync_dir(Path(directory))
+    _sync(Path(directory))
     _scanned.get(os.path.realpath(directory), set()).discard(image.step)
 
 
@@ -387,8 +390,9 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    """Makes a file's bytes, or a directory's names, durable."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

@@ -121,7 +121,7 @@ class Protected:
 
         Args:
             predecessor: page of the process that held this rank before.
-            first: this process enters for the first time.
+            first: this process enters for the first time; nothing here depends on it today.
         Returns:
             the number of committed steps.
         Raises:

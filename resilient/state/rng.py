@@ -1,10 +1,12 @@
 """The random number generators of this process: Python's, numpy's, torch's, the device's.
 
 Reading them is most of what a healthy step costs (Python's takes 10 us as a tuple, numpy's 50 us),
-and most steps leave most of them alone. So the memory behind Python's and numpy's generator is
-compared with what it was, which takes under 1 us, and only a generator that moved is read again,
-through its public call. The comparison is tried on private generators first; where it cannot be
-trusted the public call is made each time.
+and most steps leave most of them alone. So a few words of the memory behind Python's and numpy's
+generator are compared with what they were, which takes under 1 us, and only a generator that moved
+is read again, through its public call. The words are the position, which every draw moves, and
+eight of the 624 of the Mersenne twister, which differ when the position has gone round or a seed
+was set (word 0 does not: a seed makes it a constant). The comparison is tried on private
+generators first; where it cannot be trusted the public call is made each time.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 from resilient.state.encoding import decode, encode
 
+_NUM_WORDS = 9
 _OBJECT_HEADER_BYTES = 16  # reference count and type: they move without a draw
 
 
@@ -29,22 +32,29 @@ def _view(address: int, num_bytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(address)).cast("B")
 
 
-def _view_body(value: object) -> memoryview:
-    """The memory of a C object after its header."""
+def _body(value: object) -> tuple[int, int]:
+    """Where a C object lies after its header, and its size."""
     size = type(value).__basicsize__ - _OBJECT_HEADER_BYTES
-    return _view(id(value) + _OBJECT_HEADER_BYTES, size)
+    return id(value) + _OBJECT_HEADER_BYTES, size
+
+
+def _view_python(value: random.Random) -> memoryview:
+    """Position, and the first words of the state: the layout of RandomObject in CPython."""
+    address, size = _body(value)
+    return _view(address, min(size, 4 * (1 + _NUM_WORDS)))
 
 
 def _trusted_for_python() -> bool:
-    """Whether a draw always changes the body of a random.Random, and nothing else does."""
+    """Whether a draw or a seed always changes what is viewed, and nothing else does."""
     if sys.implementation.name != "cpython" or not hasattr(sys, "getrefcount"):
         return False
     trial = random.Random(1)
-    view = _view_body(trial)
+    view = _view_python(trial)
     seen = bytes(view)
-    if bytes(view) != seen:
+    if bytes(view) != seen or view[0] + (view[1] << 8) != 624:
         return False
-    for draw in (trial.random, lambda: trial.getrandbits(5), lambda: trial.seed(2)):
+    draws = (trial.random, lambda: trial.getrandbits(5), lambda: trial.getrandbits(624 * 32))
+    for draw in (*draws, lambda: trial.seed(2), lambda: trial.seed(3)):
         draw()
         if bytes(view) == seen:
             return False
@@ -57,7 +67,7 @@ class _Python:
 
     def __init__(self) -> None:
         self._instance: Any = random._inst  # type: ignore[attr-defined]
-        self._view = _view_body(self._instance) if _trusted_for_python() else None
+        self._view = _view_python(self._instance) if _trusted_for_python() else None
         self._seen = b""
         self._value: list[Any] = []
 
@@ -82,8 +92,8 @@ class _Numpy:
     def __init__(self) -> None:
         self._trusted: bool | None = None
         self._generator: Any = None
-        self._views: tuple[memoryview, memoryview] | None = None
-        self._seen: tuple[bytes, bytes] | None = None
+        self._views: tuple[memoryview, ...] | None = None
+        self._seen: tuple[bytes, ...] | None = None
         self._value: list[Any] | None = None
 
     def read(self) -> list[Any] | None:
@@ -97,7 +107,7 @@ class _Numpy:
                 self._trusted = self._check(module)
             self._views = self._view_all(module, state) if self._trusted else None
         views = self._views
-        seen = None if views is None else (bytes(views[0]), bytes(views[1]))
+        seen = None if views is None else tuple(map(bytes, views))
         if seen is None or seen != self._seen:
             name, key, position, has_gauss, gauss = self._get(state)
             self._value = [name, key.tobytes(), position, has_gauss, gauss]
@@ -117,13 +127,15 @@ class _Numpy:
         )
 
     @staticmethod
-    def _view_all(module: Any, state: Any) -> tuple[memoryview, memoryview] | None:
+    def _view_all(module: Any, state: Any) -> tuple[memoryview, ...] | None:
         """What a draw changes: the generator's own state, and the spare Gaussian in `state`."""
         generator = state._bit_generator
         if type(generator) is not module.MT19937:
             return None
         # mt19937_state in numpy's sources: 624 words and the position, 32 bits each
-        return _view(generator.ctypes.state_address, 625 * 4), _view_body(state)
+        address = generator.ctypes.state_address
+        words, position = _view(address, 4 * _NUM_WORDS), _view(address + 624 * 4, 4)
+        return words, position, _view(*_body(state))
 
     def _check(self, module: Any) -> bool:
         """Whether each draw changes what is viewed, and nothing else does."""
@@ -135,7 +147,8 @@ class _Numpy:
         if tuple(map(bytes, views)) != seen:
             return False
         # the second standard_normal() only hands out the spare one
-        for draw in (trial.random_sample, trial.standard_normal, trial.standard_normal):
+        draws = (trial.random_sample, trial.standard_normal, trial.standard_normal)
+        for draw in (*draws, lambda: trial.bytes(624 * 4), lambda: trial.seed(2)):
             draw()
             now = tuple(map(bytes, views))
             if now == seen:

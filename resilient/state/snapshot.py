@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
 from resilient.errors import CheckpointCorrupt
 from resilient.state.encoding import Node
@@ -122,23 +121,3 @@ class AlternatingCopies:
         taken = self._banks[self._turn].take([tensors[key] for key in moving])
         copies.update(zip(moving, taken, strict=True))
         return copies
-
-
-def fingerprint(module: nn.Module) -> list[int]:
-    """A sum over the bits of every parameter: whether something was written to them.
-
-    Version counters would not do: `weight.data.normal_()`, the usual way to initialise, does not
-    move them.
-    """
-    sums = []
-    for param in module.parameters():
-        if is_lazy(param) or not param.numel():
-            continue
-        data = param.detach()
-        if data.is_complex():
-            data = torch.view_as_real(data)
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-            data.element_size()
-        ]
-        sums.append(int(data.view(whole).sum(dtype=torch.int64)))
-    return sums

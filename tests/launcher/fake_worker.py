@@ -1,7 +1,8 @@
 """A decorated script without torch: speaks the worker's side of the wire, and does as files say.
 
-In its directory: `finish` ends the train function; `raise-N` makes rank N raise (its text is the class
-of the error); `hang-N` makes rank N stand still, heedless of aborts. It prints what it is told.
+In its directory: `finish` ends the train function; `raise-N` makes rank N raise (its text is the
+class of the error); `hang-N` makes rank N stand still, heedless of aborts. It prints what it is
+told. It commits LAST_STEP steps and then goes on without, so that all ranks come to the same one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from resilient import wire
 from resilient.core.model import ErrorInfo, Holding
 from resilient.page import Activity, Page
 
+LAST_STEP = 10
 ranks_at_start = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "MASTER_PORT")}
 socket_fd, page_fd = map(int, os.environ.pop("RESILIENT_WORKER_FDS").split(","))
 channel, page = socket.socket(fileno=socket_fd), Page(page_fd)
@@ -68,6 +70,9 @@ def run(start: wire.Start, fds: list[int]) -> None:
             if isinstance(message, wire.Abort):
                 report(wire.Interrupted, start.generation, step)
                 return
+        page.progress()
+        if step == LAST_STEP:
+            continue
         step += 1
         page.keep(step, f"state of rank {start.rank}".encode())
         page.commit(step)

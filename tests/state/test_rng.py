@@ -56,6 +56,8 @@ def test_the_same_object_while_nothing_is_drawn():
         numpy.random.random,
         numpy.random.standard_normal,
         lambda: numpy.random.seed(5),
+        lambda: random.getrandbits(624 * 32),  # the position is where it was
+        lambda: numpy.random.bytes(624 * 4),
         lambda: torch.rand(()),
         lambda: torch.manual_seed(3),
         lambda: torch.randperm(5),
@@ -85,6 +87,12 @@ def test_many_draws_against_reading_anew():
     for _ in range(500):
         dice.choice(kinds)()
         assert state.read() == RandomState().read()
+
+
+def test_the_quick_comparison_is_in_use():
+    state = RandomState()
+    state.read()
+    assert state._python._view is not None and state._numpy._views is not None
 
 
 def test_another_numpy_generator():
