@@ -34,6 +34,7 @@ class Console:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
         self._live: Any = None
+        self._text: Any = None
         self._recovering_since_s: float | None = None
 
     # ------------------------------------------------------------ lines
@@ -91,7 +92,9 @@ class Console:
             # Late, and only here: it is slow to import.
             from rich.console import Console as RichConsole
             from rich.live import Live
+            from rich.text import Text
 
+            self._text = Text
             console = RichConsole(file=self._stream)
             self._live = Live(console=console, auto_refresh=False, transient=True)
             self._live.start()
@@ -100,8 +103,8 @@ class Console:
         if usual_step_s:
             parts.append(f"{1 / usual_step_s:.1f} steps/s")
         if status["recoveries"]:
-            parts.append(f"{status['recoveries']} recoveries")
-        self._live.update(f"[{PROGRAM}] {' · '.join(parts)}".replace("[", r"\["), refresh=True)
+            parts.append(f"recoveries: {status['recoveries']}")
+        self._live.update(self._text(f"{PROGRAM}: {' · '.join(parts)}"), refresh=True)
 
     def close(self) -> None:
         if self._live is not None:

@@ -38,6 +38,7 @@ from resilient.core.transitions import (
     count,
     end,
     exclude,
+    kill_hung,
     kill_late,
     refill_spares,
     terminate_group,
@@ -343,8 +344,15 @@ def _hung_closed(move: Move, event: ev.WorkersHung) -> None:
 def _hung(move: Move, event: ev.WorkersHung) -> None:
     if not move.current(event.generation) or not event.workers:
         return
+    move.know(event.step)
     move.fault(FaultKind.HUNG, event.workers[0], event.step, began_s=event.began_s, note=event.note)
     move.do(ev.DumpStacks(tuple(w for w in move.living() if move.member(w))))
+    # A stopped process cannot come out: waiting for it would only cost the others time. If nobody
+    # else may hold the state, it is given the last holder's time all the same.
+    stopped = [w for w in event.stopped if w in move.inside()]
+    if len(stopped) < len(move.inside()):
+        for worker in stopped:
+            kill_hung(move, worker, "stopped")
     abort(move, "no progress for the hang timeout")
 
 

@@ -135,13 +135,18 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class WorkersHung:
-    """No progress for the hang timeout. workers: those that stand still, ascending."""
+    """No progress for the hang timeout.
+
+    workers: those that stand still, the one accused first. stopped: those of them that cannot come
+    out, since the kernel has them stopped.
+    """
 
     generation: int
     workers: tuple[Worker, ...]
     step: int
     began_s: float
     note: str = ""
+    stopped: tuple[Worker, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -163,16 +163,23 @@ def _enforce(move: Move, inside: list[Worker]) -> None:
         move.why("the last ranks to hold the state get more time")
         return
     for worker in inside:
-        move.fault(
-            FaultKind.HUNG,
-            worker,
-            move.state.committed_step,
-            status=SIGKILL_STATUS,
-            note="did not leave its generation in time",
-        )
-        move.kill(worker, "did not leave its generation in time")
+        kill_hung(move, worker, "did not leave its generation in time")
     move.enter(Phase.STOPPING, config.kill_timeout_s)
     move.why(f"killing {len(inside)} ranks that did not come out")
+
+
+def kill_hung(move: Move, worker: Worker, why: str) -> None:
+    """Kills a rank that cannot or does not come out. What was seen of the hang stays with it."""
+    seen = next((fault for fault in move.state.faults if fault.kind is FaultKind.HUNG), None)
+    move.fault(
+        FaultKind.HUNG,
+        worker,
+        move.state.committed_step,
+        began_s=seen.began_s if seen else None,
+        status=SIGKILL_STATUS,
+        note="; ".join(filter(None, (why, seen.note if seen else ""))),
+    )
+    move.kill(worker, why)
 
 
 def _advance_stopping_script(move: Move) -> None:

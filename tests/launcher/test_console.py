@@ -20,7 +20,7 @@ def test_the_progress_line_is_drawn_on_a_terminal_and_removed() -> None:
         console.close()
     drawn = os.read(ours, 65536).decode()
     os.close(ours)
-    assert "step 42" in drawn and "20.0 steps/s" in drawn and "1 recoveries" in drawn
+    assert "step 42" in drawn and "20.0 steps/s" in drawn and "recoveries: 1" in drawn
     assert "resilient-run: rank 1 is back\r\n" in drawn
 
 
