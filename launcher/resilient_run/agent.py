@@ -13,7 +13,6 @@ messages from sockets. Polling is only for what sends nothing: the progress page
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections import deque
@@ -24,12 +23,11 @@ from typing import Any
 from resilient import wire
 from resilient.core import coordinator
 from resilient.core import events as ev
-from resilient.core.detector import Activity, Detector, Pulse
+from resilient.core.detector import Detector
 from resilient.core.model import Fault, Outcome, Plan, Worker
 from resilient.errors import ConfigError
-from resilient_run import environment, evidence
+from resilient_run import environment, evidence, watch
 from resilient_run import zygote as zg
-from resilient_run.bootstrap import STACKS_SIGNAL
 from resilient_run.console import Console
 from resilient_run.heritage import Heritage
 from resilient_run.journal import Journal
@@ -43,7 +41,6 @@ POLL_S = 0.1
 SHOW_S = 0.25
 SPARE_DELAY_S = 0.25
 FORK_TIMEOUT_S = 10.0
-DUMP_TIMEOUT_S = 1.0
 STORE_LINGER_S = 0.25
 SAME_SIGNAL_S = 0.5
 LOST_ZYGOTE = "the zygote (the process that workers are forked from) has ended"
@@ -353,25 +350,13 @@ class Agent:
 
     def _dump_stacks(self, effect: ev.DumpStacks) -> None:
         """Holds back what follows until the stacks are written, or a bound is over."""
-        waiting: dict[str, int] = {}
-        for worker in effect.workers:
-            process = self.workers.get(worker)
-            if process is None or evidence.describe_state(process.pid):
-                continue  # a stopped process answers no signal
-            waiting[process.logs.stacks] = _size(process.logs.stacks)
-            process.kill(STACKS_SIGNAL)
-        if waiting and self.options.launch.kind != "command":
+        asked = watch.ask_for_stacks(self.workers[w] for w in effect.workers if w in self.workers)
+        if asked:
             self._holding = True
-            self.loop.create_task(self._wait_stacks_written(waiting))
+            self.loop.create_task(self._wait_stacks_written(asked))
 
-    async def _wait_stacks_written(self, sizes: dict[str, int]) -> None:
-        deadline_s = time.monotonic() + DUMP_TIMEOUT_S
-        while sizes and time.monotonic() < deadline_s:
-            await asyncio.sleep(0.01)
-            # Twice the same and more than before: it has ended.
-            now = {path: _size(path) for path in sizes}
-            await asyncio.sleep(0.01)
-            sizes = {p: s for p, s in sizes.items() if not s < now[p] == _size(p)}
+    async def _wait_stacks_written(self, asked: dict[str, int]) -> None:
+        await watch.wait_stacks_written(asked)
         self._holding = False
         self._advance()
 
@@ -443,7 +428,7 @@ class Agent:
         last = process.logs.last_lines()
         if last:
             lines.append(f"the last lines of {process.logs.stderr}:\n{last}")
-        if _size(process.logs.stacks) > 0:
+        if watch.size(process.logs.stacks) > 0:
             lines.append(f"stacks: {process.logs.stacks}")
         return "\n".join(lines)
 
@@ -517,29 +502,14 @@ class Agent:
             return
         self.loop.call_later(POLL_S, self._poll)
         now_s = time.monotonic()
-        findings = self.detector.observe((_pulse(p) for p in self.workers.values()), now_s)
+        findings = self.detector.observe((watch.pulse(p) for p in self.workers.values()), now_s)
         if findings.pace is not None:
             self.feed(findings.pace)
         if findings.hung is not None and self.options.detect_hangs:
-            self.feed(self._with_process_states(findings.hung))
+            self.feed(watch.with_process_states(findings.hung, self.workers, self.state.plan))
         if now_s - self._shown_s >= SHOW_S and self.state.decorated:
             self._shown_s = now_s
             self.console.show(self.describe(), self.state.usual_step_s)
-
-    def _with_process_states(self, hung: ev.WorkersHung) -> ev.WorkersHung:
-        """What the kernel knows of why they stand still, most telling first."""
-        states = []
-        for worker in hung.workers:
-            process = self.workers.get(worker)
-            state = evidence.describe_state(process.pid) if process is not None else ""
-            if state:
-                rank = self.state.plan.rank_of(worker) if self.state.plan else None
-                states.append((worker, f"rank {rank} is {state}"))
-        notes = [text for _, text in states] + [hung.note]
-        # The first one named is the one accused: rather one that cannot move than its waiters.
-        accused = [worker for worker, _ in states]
-        others = [worker for worker in hung.workers if worker not in accused]
-        return replace(hung, workers=(*accused, *others), note="; ".join(notes))
 
     def describe(self) -> dict[str, Any]:
         """For `resilient status` and the progress line."""
@@ -574,25 +544,3 @@ def _report_of(
         )
     event = ev.WorkerFinished if isinstance(message, wire.Finished) else ev.WorkerInterrupted
     return event(worker, *known, holdings=message.holdings, persisted_step=persisted_step)
-
-
-def _pulse(process: WorkerProcess) -> Pulse:
-    reading = process.page.read()
-    return Pulse(
-        process.worker,
-        reading.generation,
-        reading.step,
-        Activity(reading.activity),
-        reading.progress_ns / 1e9,
-        commit_s=reading.commit_ns / 1e9,
-        section=reading.section,
-        section_timeout_s=reading.section_timeout_ns / 1e9,
-        ticks=reading.ticks,
-    )
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0

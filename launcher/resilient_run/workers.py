@@ -30,6 +30,7 @@ class WorkerProcess:
         slot: None for a spare.
         pid, pidfd: None until the zygote has answered.
         ready: it has reached the decorator.
+        observed: it answers to the stacks signal (a command does not).
     """
 
     worker: Worker
@@ -40,6 +41,7 @@ class WorkerProcess:
     pid: int | None = None
     pidfd: int | None = None
     ready: bool = False
+    observed: bool = True
 
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> bool:
         """False when the worker is gone, or has not read for so long that its socket is full."""
@@ -121,7 +123,7 @@ class ZygoteChannel:
         finally:
             theirs.close()
             os.close(stacks_fd)
-        return WorkerProcess(worker, slot, page, logs, ours)
+        return WorkerProcess(worker, slot, page, logs, ours, observed=attach)
 
     def signal_group(self, number: int, signum: int) -> None:
         self._send(zg.SignalGroup(number, signum))

@@ -9,9 +9,11 @@ in short tries, since a connection in the making is the one thing that cannot be
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,9 +101,21 @@ def join(store: dist.Store, rank: int, world_size: int, device: torch.device) ->
     if device.type == "cuda":
         # The launcher's kind of environment says 1 here: an abort by hand would end the process.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    _unstack_excepthook()
     dist.init_process_group(
         _backend(device), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
+    _hooks[1] = sys.excepthook
+
+
+_hooks: list[Any] = [None, None]  # sys.excepthook before the last init_process_group, and after
+
+
+def _unstack_excepthook() -> None:
+    """Torch wraps sys.excepthook in a "[rank0]: " at each init: one is enough, of this rank."""
+    if sys.excepthook is _hooks[1]:
+        sys.excepthook = _hooks[0]
+    _hooks[0] = sys.excepthook
 
 
 def join_alone(device: torch.device) -> None:

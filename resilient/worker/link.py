@@ -52,6 +52,7 @@ class AgentLink:
         self._world_size = 1
         self._severing = False
         self._num_rounds = 0
+        self._severed = sever.Severed()
         self._aborted = -1  # newest generation an abort was seen for
         self._abort_seen = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -111,6 +112,10 @@ class AgentLink:
         with self._lock:
             self._inside = None
             self._severing = False
+
+    def release(self) -> None:
+        """Every rank has come out of its generation: what was severed may be closed."""
+        self._severed.release()
 
     # ------------------------------------------------------------ signals
 
@@ -210,6 +215,6 @@ class AgentLink:
                 first %= max(_KNOCKS_A_ROUND, 4 * self._world_size)
                 knocks = range(first, first + min(_KNOCKS_A_ROUND, 4 * self._world_size))
             self._num_rounds += 1
-            sever.sever_gloo(knocks)
+            self._severed.sever_gloo(knocks)
             if self._store_port:
                 sever.sever_store(self._store_port)

@@ -10,9 +10,15 @@ says on which epoll it waits, and what that watches. The store client's connecti
 peer has the store's port. The user's own sockets are never touched, nor is a listening one (gloo
 would terminate the process).
 
-One wait has no socket: in group creation gloo waits for a peer that shall connect *to us*, and if
-that peer is frozen just then, for five times the group's timeout. Then we knock: connect to our own
-gloo listener as that peer would (it sends the pair's number, eight bytes), and hang up.
+Two things that gloo cannot stand are avoided:
+
+* A write that fails in its own thread, in answer to a message that was still in the queue, loses the
+  operation it was for, and whoever waits for that is never told. So only the reading half is shut
+  down (what is queued is still read, and answered), and the connection is *held*, by a copy of its
+  descriptor, until every peer has come out too: gloo's close() then breaks no peer's write.
+* In group creation gloo waits for a peer that shall connect *to us*, and if that peer is frozen just
+  then, for five times the group's timeout; there is no socket to shut down. Then we knock: connect
+  to our own gloo listener as that peer would (it sends the pair's number, eight bytes), and hang up.
 """
 
 from __future__ import annotations
@@ -21,35 +27,49 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _LOOP_THREAD_NAME = "gloo_tcp_loop"
 _KNOCK_TIMEOUT_S = 0.1
 
 
-def sever_gloo(knocks: range = range(0)) -> int:
-    """Shuts down every connected gloo socket of this process.
+class Severed:
+    """The gloo connections that were severed, held until it is safe to close them."""
 
-    Sockets are also opened later (groups made lazily, connections in the making), so a caller that
-    wants a thread out repeats this until it is.
+    def __init__(self) -> None:
+        self._held: dict[int, socket.socket] = {}  # by inode
 
-    Args:
-        knocks: pair numbers to knock with, see above; the first world_size numbers are those of a
-            device's first group.
-    Returns:
-        How many were shut down, those included that had been before.
-    """
-    num_severed = 0
-    for fd in _gloo_fds():
-        with _duplicate(fd) as sock:
+    def sever_gloo(self, knocks: range = range(0)) -> int:
+        """Shuts down every connected gloo socket of this process.
+
+        Sockets are also opened later (groups made lazily, connections in the making), so a caller
+        that wants a thread out repeats this until it is.
+
+        Args:
+            knocks: pair numbers to knock with, see above; the first world_size numbers are those
+                of a device's first group.
+        Returns:
+            How many were found that had not been severed before.
+        """
+        num_new = 0
+        for fd, inode in _gloo_fds():
+            if inode in self._held:
+                continue
+            sock = _duplicate(fd, inode)
             if sock is None:
                 continue
             if _listens(sock):
                 _knock(sock, knocks)
+                sock.close()
             else:
-                num_severed += _shut_down(sock)
-    return num_severed
+                _shut_down(sock, socket.SHUT_RD)
+                self._held[inode] = sock
+                num_new += 1
+        return num_new
+
+    def release(self) -> None:
+        """Closes them: nobody waits for any of their peers any more."""
+        while self._held:
+            self._held.popitem()[1].close()
 
 
 def sever_store(port: int) -> int:
@@ -57,29 +77,34 @@ def sever_store(port: int) -> int:
     num_severed = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
         except OSError:  # closed meanwhile
             continue
-        with _duplicate(int(name)) as sock:
-            if sock is not None and _peer_port(sock) == port:
-                num_severed += _shut_down(sock)
+        sock = _duplicate(int(name), int(inode.strip("[]"))) if kind == "socket" else None
+        if sock is not None:
+            if _peer_port(sock) == port and _shut_down(sock, socket.SHUT_RDWR):
+                num_severed += 1
+            sock.close()
     return num_severed
 
 
 def num_gloo_links() -> int:
     """Number of gloo's connections that are up; one that a peer has ended, gloo closes."""
     num_links = 0
-    for fd in _gloo_fds():
-        with _duplicate(fd) as sock:
-            if sock is not None and _peer_port(sock) is not None:
-                num_links += 1
+    for fd, inode in _gloo_fds():
+        sock = _duplicate(fd, inode)
+        if sock is not None:
+            num_links += _peer_port(sock) is not None
+            sock.close()
     return num_links
 
 
-def _gloo_fds() -> list[int]:
-    """What the epolls of all gloo threads watch: connections, connecting sockets, listeners."""
-    fds: list[int] = []
+def _gloo_fds() -> list[tuple[int, int]]:
+    """What the epolls of all gloo threads watch: connections, connecting sockets, listeners.
+
+    Returns (descriptor, inode) of each.
+    """
+    fds: list[tuple[int, int]] = []
     for task in os.listdir("/proc/self/task"):
         try:
             if _read(f"/proc/self/task/{task}/comm").strip() != _LOOP_THREAD_NAME:
@@ -87,8 +112,10 @@ def _gloo_fds() -> list[int]:
             epoll_fd = _epoll_of(task)
             if epoll_fd is None:
                 continue
-            lines = _read(f"/proc/self/fdinfo/{epoll_fd}").splitlines()
-            fds += [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
+            for line in _read(f"/proc/self/fdinfo/{epoll_fd}").splitlines():
+                words = line.replace("tfd:", "tfd: ").replace("ino:", "ino: ").split()
+                if words[:1] == ["tfd:"] and "ino:" in words:
+                    fds.append((int(words[1]), int(words[words.index("ino:") + 1], 16)))
         except OSError:  # the thread or its epoll is gone: so are its sockets
             continue
     return fds
@@ -104,22 +131,23 @@ def _epoll_of(task: str) -> int | None:
     return None
 
 
-@contextmanager
-def _duplicate(fd: int) -> Iterator[socket.socket | None]:
-    """A socket over a copy of fd, so that the number cannot be closed and reused under us."""
+def _duplicate(fd: int, inode: int) -> socket.socket | None:
+    """A TCP socket over a copy of fd; None when it is closed, or by now something else."""
     try:
         copy = os.dup(fd)
     except OSError:
-        yield None
-        return
+        return None
     try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        yield None
-        return
-    with sock:
-        yield sock if sock.family in (socket.AF_INET, socket.AF_INET6) else None
+        if os.fstat(copy).st_ino == inode:
+            sock = socket.socket(fileno=copy)
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                return sock
+            sock.close()
+            return None
+    except OSError:  # no socket
+        pass
+    os.close(copy)
+    return None
 
 
 def _listens(sock: socket.socket) -> bool:
@@ -136,12 +164,12 @@ def _peer_port(sock: socket.socket) -> int | None:
         return None
 
 
-def _shut_down(sock: socket.socket) -> int:
+def _shut_down(sock: socket.socket, how: int) -> bool:
     try:
-        sock.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(how)
     except OSError:
-        return 0
-    return 1
+        return False
+    return True
 
 
 def _knock(listener: socket.socket, numbers: range) -> None:

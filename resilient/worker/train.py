@@ -198,6 +198,7 @@ class _Worker:
         link, lifetime = self._link, self._lifetime
         groups.leave()  # those of a finished function, kept until now for its peers' sake
         self._error = None
+        link.release()  # a plan is made only when every rank has reported, or is dead
         link.enter(start.generation, start.store_port, start.world_size)
         link.page.enter(start.generation)
         lifetime.drills.arm(start.drills, rank=start.rank, generation=start.generation)
@@ -298,7 +299,7 @@ class _Worker:
 
     def _clean_up(self, job: Job | None, error: BaseException) -> None:
         """Takes the generation apart; what is left of it must not outlive this call."""
-        self._link.sever()  # by ourselves after a failure, so that the peers wake
+        self._link.sever()  # by ourselves after a failure: nothing here may block any more
         if job is not None:
             job._close()
         failure.clear(error)

@@ -115,17 +115,21 @@ def test_an_exception_is_reported_and_the_same_process_goes_on(
         finish(agent, 1, ranks, tmp_path, unbroken)
 
 
-def test_peers_of_a_failed_rank_wake_without_an_abort(tmp_path: Path, zygote: Zygote) -> None:
+def test_an_error_that_ends_the_job_is_raised_out_of_main(
+    tmp_path: Path, zygote: Zygote
+) -> None:
     with Agent(tmp_path, zygote) as agent:
         ranks = agent.launch(TOY, 4, OUT=str(tmp_path), TOY="raise-always")
         agent.start(0, ranks)
-        others = [ranks[0], ranks[2], ranks[3]]
-        for report in agent.wait_all(wire.Failed, 0, others):
-            assert report.in_collective, report.error
+        agent.wait_all(wire.Failed, 0, [ranks[1]])
+        agent.abort(0)
+        reports = answers(agent, 0, ranks)
+        assert [type(report) for report in reports].count(wire.Failed) == 1, reports
         agent.tell(wire.Stop(1, "the same error again"))
         agent.wait(lambda: not agent.alive, "the end of all")
         assert [worker.status for worker in ranks] == [1, 1, 1, 1]
         assert "ValueError: the toy's own" in ranks[1].log.read_text()
+        others = [ranks[0], ranks[2], ranks[3]]
         assert all("Traceback" not in worker.log.read_text() for worker in others)
 
 
