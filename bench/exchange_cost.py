@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient.worker.exchange import Exchanges
+from resilient.worker.exchanges import Exchanges
 
 
 def mlp(*sizes: int) -> nn.Module:

@@ -26,7 +26,7 @@ from resilient.core import events as ev
 from resilient.core.detector import Detector
 from resilient.core.model import Fault, Outcome, Plan, Worker
 from resilient.errors import ConfigError
-from resilient_run import environment, evidence, watch
+from resilient_run import environment, evidence, scratch, watch
 from resilient_run import zygote as zg
 from resilient_run.console import Console
 from resilient_run.heritage import Heritage
@@ -43,6 +43,7 @@ SPARE_DELAY_S = 0.25
 FORK_TIMEOUT_S = 10.0
 STORE_LINGER_S = 0.25
 SAME_SIGNAL_S = 0.5
+SWEEP_DELAY_S = 1.0
 LOST_ZYGOTE = "the zygote (the process that workers are forked from) has ended"
 
 EXIT_CODES = {
@@ -123,6 +124,7 @@ class Agent:
         finally:
             self.console.close()
             self.zygote.close()
+            scratch.remove(self.options.launch.scratch)  # if the zygote could not
             self.logs.close()
             self.journal.close()
 
@@ -287,6 +289,7 @@ class Agent:
     def _close(self, effect: ev.Close) -> None:
         for worker in effect.workers:
             self._send(worker, wire.Close())
+        self.detector.close(time.monotonic())
 
     def _stop(self, effect: ev.Stop) -> None:
         code = exit_code(effect.outcome, self.state.root_cause, self.state.draining)
@@ -414,6 +417,9 @@ class Agent:
         )
         self.heritage.bury(worker, process.page)
         process.close()
+        # Later: it must not delay a recovery, and what the worker started takes a moment to die.
+        path = scratch.of_worker(self.options.launch.scratch, number)
+        self.loop.call_later(SWEEP_DELAY_S, scratch.remove_of_worker, path)
         self.feed(event)
 
     def _evidence(self, process: WorkerProcess, status: int) -> str:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resilient.page import Page
+from resilient_run import scratch
 from resilient_run.zygote import Child, Fork, Launch, die_with_parent, set_first_path
 
 STACKS_SIGNAL = signal.SIGRTMIN + 4
@@ -86,6 +87,7 @@ def _observe(child: Child) -> Page:
     faulthandler.enable(file=child.stacks_fd, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=child.stacks_fd, all_threads=True)
     _take_children_along()
+    scratch.use_in_this_process()
     return Page(child.page_fd)
 
 
@@ -103,6 +105,7 @@ def _take_children_along() -> None:
         forking_pid = os.getpid()
 
     def after_in_child() -> None:
+        scratch.note_this_process()
         if forking_pid == worker_pid and threading.get_ident() == main_thread:
             die_with_parent(worker_pid)
 

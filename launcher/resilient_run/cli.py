@@ -126,6 +126,11 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="no progress for so long is a hang; auto (learned, decorated scripts only) or off",
     )
+    add("first-step-timeout", type=float, default=300.0, metavar="SECONDS", help="no progress for "
+        "so long is a hang in what comes before the second step of a generation: making groups, "
+        "building, restoring, the first step (300)")  # fmt: skip
+    add("start-timeout", type=float, default=600.0, metavar="SECONDS", help="from the first worker "
+        "at the decorator to the last one, when the job starts (600)")  # fmt: skip
     add("checkpoint-dir", default="", metavar="DIR", help="persist here, and go on from here")
     add("checkpoint-every", type=int, default=0, metavar="STEPS", help="how often to persist")
     add("interrupt-timeout", type=float, default=5.0, metavar="SECONDS", help="to leave an aborted "
@@ -221,7 +226,7 @@ def make_options(args: argparse.Namespace, argv: tuple[str, ...] = ()) -> Any:
             f"--min-world-size {config.min_world_size} is more than the {num_slots} ranks that "
             "--nproc-per-node gives"
         )
-    limits, detect_hangs = _make_limits(args.hang_timeout)
+    limits, detect_hangs = _make_limits(args)
     if args.checkpoint_every and not args.checkpoint_dir:
         raise ConfigError("--checkpoint-every needs --checkpoint-dir")
     if args.checkpoint_every < 0:
@@ -285,6 +290,7 @@ def _translated(function: Callable[[str], T], value: str, what: str) -> T:
 def _make_config(args: argparse.Namespace) -> Any:
     from resilient.core.model import Config
 
+    _check_seconds("--start-timeout", args.start_timeout)
     grace_s = args.shutdown_timeout
     if grace_s is None:
         grace_s = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", DEFAULT_GRACE_S)
@@ -302,27 +308,36 @@ def _make_config(args: argparse.Namespace) -> Any:
         max_restarts=args.max_restarts,
         interrupt_timeout_s=args.interrupt_timeout,
         kill_timeout_s=args.kill_timeout,
+        start_timeout_s=args.start_timeout,
         rendezvous_timeout_s=args.rendezvous_timeout,
         grace_s=grace,
         persists=bool(args.checkpoint_dir),
     )
 
 
-def _make_limits(text: str) -> tuple[Any, bool]:
+def _check_seconds(option: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{option} {seconds:g}: must be seconds above 0")
+
+
+def _make_limits(args: argparse.Namespace) -> tuple[Any, bool]:
     from resilient.core.detector import Limits
 
+    first_s, text = args.first_step_timeout, args.hang_timeout
+    _check_seconds("--first-step-timeout", first_s)
     if text in ("auto", "off"):
-        return Limits(), text == "auto"
+        return Limits(first_step_timeout_s=first_s), text == "auto"
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ConfigError(f"--hang-timeout {text}: must be seconds above 0, auto or off")
-    return Limits(hang_timeout_s=seconds), True
+    return Limits(hang_timeout_s=seconds, first_step_timeout_s=first_s), True
 
 
 def _make_launch(args: argparse.Namespace) -> Any:
+    from resilient_run import scratch
     from resilient_run.zygote import Launch
 
     target = args.training_script
@@ -352,6 +367,7 @@ def _make_launch(args: argparse.Namespace) -> Any:
         python=python or sys.executable,
         preload=tuple(args.preload),
         numa_binding=getattr(args, "numa_binding", None) or "",
+        scratch=scratch.new_path(),
     )
 
 

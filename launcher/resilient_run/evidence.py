@@ -28,6 +28,11 @@ def process_state(pid: int | None) -> str:
         return ""
 
 
+def is_stopped(pid: int | None) -> bool:
+    """Whether the kernel has it stopped, so that it cannot run at all."""
+    return process_state(pid) in ("T", "t")
+
+
 def describe_state(pid: int | None) -> str:
     """Why it cannot move, if the kernel knows; else ""."""
     return _STATES.get(process_state(pid), "")

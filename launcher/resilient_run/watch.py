@@ -44,16 +44,19 @@ def with_process_states(
 ) -> WorkersHung:
     """The same with what the kernel knows of why they stand still; those come first."""
     states = []
+    stopped = []
     for worker in hung.workers:
         state = evidence.describe_state(workers[worker].pid) if worker in workers else ""
         if state:
             rank = plan.rank_of(worker) if plan is not None else None
             states.append((worker, f"rank {rank} is {state}"))
+            if evidence.is_stopped(workers[worker].pid):
+                stopped.append(worker)
     notes = [text for _, text in states] + [hung.note]
     # The first one named is the one accused: rather one that cannot move than its waiters.
     accused = [worker for worker, _ in states]
     others = [worker for worker in hung.workers if worker not in accused]
-    return replace(hung, workers=(*accused, *others), note="; ".join(notes))
+    return replace(hung, workers=(*accused, *others), note="; ".join(notes), stopped=tuple(stopped))
 
 
 def ask_for_stacks(workers: Iterable[WorkerProcess]) -> dict[str, int]:

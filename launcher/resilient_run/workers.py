@@ -74,6 +74,7 @@ class WorkerProcess:
     def kill_group(self) -> None:
         """When there is no zygote to do it: the worker died with it, what it started did not."""
         if self.pid is not None:
+            assert self.pid > 1, self.pid
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
@@ -94,6 +95,7 @@ class ZygoteChannel:
     """
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
+        assert pid > 1, pid
         self.pid = pid
         self.socket = channel
         channel.setblocking(False)

@@ -5,6 +5,9 @@ interpreter takes seconds, but only a process without threads may be forked. So 
 from the agent before that starts any thread, imports, checks that it still has one thread, and from
 then on only waits: for requests, for the end of its children, and for the end of the agent.
 
+It also owns the job's temporary directory (scratch.py), since it outlives the agent by a moment and
+every worker too.
+
 It is the parent of every worker: it reaps them and reports their exit status, and before it reaps
 one it kills what that worker's process group left behind (the group's number cannot be given to
 anybody else until then). Workers die with it (PR_SET_PDEATHSIG). When the agent is gone, however
@@ -32,6 +35,7 @@ from typing import Union
 import msgspec
 
 from resilient.errors import ConfigError
+from resilient_run import scratch
 from resilient_run.hugepages import collapse_heap
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "resilient.worker.train")
@@ -61,6 +65,7 @@ class Launch(msgspec.Struct, frozen=True):
         python: interpreter for "spawn".
         preload: modules of the user's to import before forking.
         numa_binding: torchrun's --numa-binding, "" without one.
+        scratch: the job's temporary directory, made by the zygote; "": none.
     """
 
     kind: str
@@ -70,6 +75,7 @@ class Launch(msgspec.Struct, frozen=True):
     python: str = sys.executable
     preload: tuple[str, ...] = ()
     numa_binding: str = ""
+    scratch: str = ""
 
     @property
     def forks(self) -> bool:
@@ -277,6 +283,7 @@ class _Zygote:
         _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
         if os.getppid() != self.agent_pid:
             return None
+        scratch.make(self.launch.scratch)
         self.selector = selectors.DefaultSelector()
         self.selector.register(agent_pidfd, selectors.EVENT_READ, "agent")
         self.selector.register(self.channel, selectors.EVENT_READ, "channel")
@@ -343,6 +350,7 @@ class _Zygote:
             _kill_group(pid, signal.SIGKILL)
         for pid in self.pids.values():
             os.waitpid(pid, 0)
+        scratch.remove(self.launch.scratch)
 
     # ------------------------------------------------------------ in the new worker
 
@@ -369,6 +377,8 @@ class _Zygote:
                     os.environ[name] = value
             child = Child(request, *fds)
             if fds:
+                path = scratch.of_worker(self.launch.scratch, request.number)
+                os.environ[scratch.VARIABLE] = path
                 os.environ["RESILIENT_WORKER_FDS"] = f"{child.socket_fd},{child.page_fd}"
                 os.environ["RESILIENT_STACKS_FD"] = str(child.stacks_fd)
             if not self.launch.forks:
@@ -392,6 +402,7 @@ class _Zygote:
 
 
 def _kill_group(pid: int, signum: int) -> None:
+    assert pid > 1, pid  # 0 and 1 would reach our own group, -1 everybody
     try:
         os.killpg(pid, signum)
     except (ProcessLookupError, PermissionError):

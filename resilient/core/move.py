@@ -44,7 +44,8 @@ class Move:
         self.effects.extend(effects)
 
     def why(self, reason: str) -> None:
-        self.reasons.append(reason)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
 
     def enter(self, phase: Phase, timeout_s: float | None = None) -> None:
         deadline_s = None if timeout_s is None else self.now_s + timeout_s

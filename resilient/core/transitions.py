@@ -210,10 +210,11 @@ def _decide(move: Move) -> None:
     """Everyone has reported or is dead: root cause, verdict, and on to the next membership."""
     verdict = judge(move.state)
     move.state = verdict.state
-    move.why(verdict.reason)
     exclude(move, verdict.excluded)
     move.enter(Phase.COLLECTING, move.state.config.rendezvous_timeout_s)
-    if verdict.outcome is not None:
+    if verdict.outcome is None:
+        move.why(verdict.reason)
+    else:
         end(move, verdict.outcome, verdict.reason)
 
 

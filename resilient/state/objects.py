@@ -50,9 +50,11 @@ class OptimizerEntry:
     def has_new_groups(self) -> bool:
         return len(self.optimizer.param_groups) != self._num_groups
 
-    def read(self) -> tuple[Node, bool]:
-        """Its node (hyperparameters and the places of state tensors), and whether
-        `states` and `tensors` are other objects than at the last read."""
+    def read(self) -> Node:
+        """Its node: hyperparameters, and the places of the state tensors.
+
+        `states` and `tensors` are new objects if, and only if, something in them is.
+        """
         groups = self._read_groups()
         values: list[Any] = []
         simple = True
@@ -63,7 +65,7 @@ class OptimizerEntry:
                 simple = False
         old = self._values
         if simple and old is not None and len(old) == len(values) and all(map(is_, old, values)):
-            return [groups, self._state_node], False
+            return [groups, self._state_node]
         simple = simple and all(isinstance(v, (*_IMMUTABLE, Tensor)) for v in values)
         self._values = values if simple else None
         self.states, keys = {}, {}
@@ -83,7 +85,7 @@ class OptimizerEntry:
                 node.append([pack(index, path, put), pack(state, path, put)])
         self._state_node = node
         self.tensors = list(self.states.values())
-        return [groups, node], True
+        return [groups, node]
 
     def _read_groups(self) -> list[Node]:
         """Schedulers write into the groups, so they are looked at each time; packing is rare."""
@@ -362,6 +364,13 @@ class Inventory:
         return {key: tensor for key, tensor in found if tensor is not None}
 
     # ------------------------------------------------------------ writing
+
+    def begin_scales(self) -> None:
+        """Has each scaler make its scale, as it would when it scales its first loss: a rank without
+        a part in a batch scales none, and yet unscales the others' gradients."""
+        for scaler in self.scalers:
+            if scaler.is_enabled() and scaler._scale is None:
+                scaler._lazy_init_scale_growth_tracker(torch.device(scaler._device))
 
     def check(self, image: Image, modules_only: bool = False) -> None:
         """Raises ConfigError when the image is not of these objects; names what differs."""

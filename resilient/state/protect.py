@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -101,6 +102,7 @@ class Protected:
         self._num_commits = 0
         self._undo_for_good = False
         self._big_cache: tuple[Tensors, Tensors, list[Tensor]] | None = None
+        self._big_sources: list[Tensors] = []
         self._buffer_copies = AlternatingCopies()
         self._undo_copies = Copies()
 
@@ -146,6 +148,8 @@ class Protected:
             self._receive(inventory, cut, group)
         if cut.kind is CutKind.MEMORY:
             self._restore_rng(cut.step, predecessor)
+            if self.checkpoint_directory is not None:
+                _disk().forget_rng(self.checkpoint_directory, rank, cut.step)
         self._adopt(inventory, cut.step)
         to = transfer.receivers_of(cut, rank, world_size)
         if to:
@@ -164,8 +168,7 @@ class Protected:
     def _begin(self, inventory: Inventory, group: Any) -> None:
         """Step 0: replicas follow rank 0, whatever each was seeded with."""
         self._live = self._undo = None
-        if self.checkpoint_directory is not None and self._rank == 0:
-            _disk().clear_pending(self.checkpoint_directory)
+        self._clear_pending()
         if self._world_size == 1:
             return
         if self._rank == 0:
@@ -184,13 +187,19 @@ class Protected:
         disk = _disk()
         image, rng = disk.load(self.checkpoint_directory, step, self._rank)
         inventory.restore(image)
-        if self._rank == 0:
-            disk.clear_pending(self.checkpoint_directory)
+        self._clear_pending()
         if rng is None:
             self._seed(step)
         else:
             self._rng[step] = rng
             self._random.write(rng)
+
+    def _clear_pending(self) -> None:
+        if self.checkpoint_directory is None or self._rank != 0:
+            return
+        if self._checkpoints is not None:
+            self._checkpoints.wait_idle(_disk().RANKS_TIMEOUT_S)  # its files are not left over
+        _disk().clear_pending(self.checkpoint_directory)
 
     def _keep_own(self, inventory: Inventory, step: int) -> None:
         big = self._held(step)
@@ -242,6 +251,7 @@ class Protected:
     def _adopt(self, inventory: Inventory, step: int) -> None:
         """The objects hold that step now: watch them."""
         self._inventory = inventory
+        inventory.begin_scales()
         for optimizer in inventory.hooked:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
@@ -380,15 +390,15 @@ class Protected:
     def _read_big(
         self, inventory: Inventory, tree: dict[str, Node]
     ) -> tuple[Tensors, Tensors, list[Tensor]]:
-        changed = self._big_cache is None
         for entry in inventory.optimizers:
-            node, moved = entry.read()
-            tree[entry.name] = node
-            changed = changed or moved
-        if changed or self._big_cache is None:
-            states = {key: t for entry in inventory.optimizers for key, t in entry.states.items()}
+            tree[entry.name] = entry.read()
+        # By identity, not by what read() says has moved: others may have read since.
+        sources = [entry.states for entry in inventory.optimizers]
+        if self._big_cache is None or not all(map(is_, sources, self._big_sources)):
+            states = {key: t for source in sources for key, t in source.items()}
             tensors = [*inventory.parameters.values(), *states.values()]
             self._big_cache = (inventory.parameters, states, tensors)
+            self._big_sources = sources
         return self._big_cache
 
     def _keep(self, step: int, rng: bytes) -> None:
@@ -439,7 +449,10 @@ class Protected:
             try:
                 _disk().write_rng(self.checkpoint_directory, step, self._rank, rng)
             except OSError as error:
-                self._note(f"rank {self._rank} cannot write to the checkpoint directory: {error}")
+                if not _disk().is_superseded(self.checkpoint_directory, step):
+                    self._note(
+                        f"rank {self._rank} cannot write to the checkpoint directory: {error}"
+                    )
                 return
 
     def _image(self, step: int) -> Image:

@@ -18,8 +18,7 @@ overwritten, so gradients that a script keeps do not change under it.
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,79 +27,11 @@ from torch import nn
 from torch.autograd import Variable
 
 from resilient.errors import ConfigError
-
-FIRST_BUCKET_BYTES = 1 << 20  # small: the exchange starts early in the backward
-BUCKET_BYTES = 25 << 20
-
-_END = -1  # announced by rank 0: no more exchanges in this loop over the parts
+from resilient.worker.buckets import Bucket, Buffers, assign
 
 _queue_callback = Variable._execution_engine.queue_callback
 _graph_task = torch._C._current_graph_task_id
 _running_node = torch._C._current_autograd_node
-_storage_uses = torch._C._storage_Use_Count
-
-
-class _Bucket:
-    """Some parameters of one dtype and device, and the flat tensor their gradients travel in.
-
-    Attributes:
-        indices: of its parameters, in the exchange's own order.
-        num_flags: of the last bucket only: one element a parameter of the module, behind the
-            gradients, says whether this rank has a gradient for it.
-    """
-
-    __slots__ = (
-        "data",
-        "flags",
-        "flat",
-        "free_refs",
-        "free_uses",
-        "indices",
-        "num_flags",
-        "params",
-        "pending",
-        "views",
-        "work",
-    )
-
-    def __init__(self, indices: list[int], params: list[nn.Parameter]) -> None:
-        self.indices = indices
-        self.params = params
-        self.pending = len(params)
-        self.num_flags = 0
-        self.work: Any = None
-        self.flat: torch.Tensor | None = None
-        self.views: list[torch.Tensor] = []
-
-    def allocate(self) -> None:
-        sizes = [param.numel() for param in self.params]
-        like = self.params[0]
-        self.flat = torch.empty(sum(sizes) + self.num_flags, dtype=like.dtype, device=like.device)
-        self.data = self.flat[: sum(sizes)]
-        self.flags = self.flat[sum(sizes) :]
-        self.views = []
-        offset = 0
-        for param, size in zip(self.params, sizes, strict=True):
-            # A gradient strided as its parameter keeps the optimizer on its fast path.
-            strides = param.stride() if _is_dense(param) else _contiguous_strides(param.shape)
-            self.views.append(self.flat.as_strided(param.shape, strides, offset))
-            offset += size
-        self.free_refs = self._num_refs(range(len(sizes)))
-        self.free_uses = _storage_uses(self.flat.untyped_storage()._cdata)
-
-    def _num_refs(self, which: Iterable[int]) -> int:
-        return max([sys.getrefcount(self.views[i]) for i in which])
-
-    def is_held_elsewhere(self, which: Iterable[int]) -> bool:
-        """Whether somebody kept one of these gradients, or anything that shares their memory.
-
-        Args:
-            which: views that are no parameter's gradient any more.
-        """
-        assert self.flat is not None
-        if _storage_uses(self.flat.untyped_storage()._cdata) > self.free_uses:
-            return True
-        return self._num_refs(which) > self.free_refs
 
 
 class GradientExchange:
@@ -139,10 +70,10 @@ class GradientExchange:
             raise ConfigError("data_parallel: the module has no parameter that requires a gradient")
         self._names = [name for name, _ in trained]
         self._params = [param for _, param in trained]
-        self._buckets = _assign(self._params)
+        self._buckets = assign(self._params)
         self._buckets[-1].num_flags = len(self._params)
         self._ids = {id(param) for param in self._params}
-        self._buffers = _Buffers(module) if world_size > 1 else None
+        self._buffers = Buffers(module) if world_size > 1 else None
 
         self._armed = True
         self._weight = 1.0 / world_size
@@ -259,7 +190,7 @@ class GradientExchange:
 
     # ------------------------------------------------------------ in the backward
 
-    def _hook(self, index: int, bucket: _Bucket) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int, bucket: Bucket) -> Callable[[torch.Tensor], None]:
         seen = self._seen
 
         def gradient_is_there(param: torch.Tensor) -> None:
@@ -314,7 +245,7 @@ class GradientExchange:
         while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
             self._launch(self._buckets[self._next])
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         self._next += 1
         if self._next == len(self._buckets) and self._on_last_bucket is not None:
             self._on_last_bucket()
@@ -325,7 +256,7 @@ class GradientExchange:
         if self._group is not None:
             bucket.work = self._group.allreduce([bucket.flat], self._sum)
 
-    def _fill(self, bucket: _Bucket) -> None:
+    def _fill(self, bucket: Bucket) -> None:
         """Puts this rank's gradients into the bucket, and the bucket's views in their place."""
         if bucket.flat is None:
             bucket.allocate()
@@ -354,7 +285,7 @@ class GradientExchange:
             if grads[i] is not None:
                 bucket.params[i].grad = bucket.views[i]
 
-    def _is_scaled_while_copied(self, bucket: _Bucket, num_moved: int) -> bool:
+    def _is_scaled_while_copied(self, bucket: Bucket, num_moved: int) -> bool:
         """Same bits, one pass over memory less; worth a call a tensor where tensors are large."""
         return (
             self._base is None
@@ -365,9 +296,7 @@ class GradientExchange:
             and all(p.grad is None or p.grad.layout is torch.strided for p in bucket.params)
         )
 
-    def _copy(
-        self, bucket: _Bucket, moved: list[int], grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def _copy(self, bucket: Bucket, moved: list[int], grads: Sequence[torch.Tensor | None]) -> None:
         if not moved:
             return
         try:
@@ -455,7 +384,7 @@ class GradientExchange:
         self._base = [None if p.grad is None else p.grad.detach().clone() for p in self._params]
         self._mark()
 
-    def _add_base(self, sign: int, bucket: _Bucket | None = None) -> None:
+    def _add_base(self, sign: int, bucket: Bucket | None = None) -> None:
         assert self._base is not None
         if bucket is None:
             indices: Sequence[int] = range(len(self._params))
@@ -515,184 +444,3 @@ class GradientExchange:
                 "data_parallel: the ranks have different modules (names, shapes, dtypes or "
                 "requires_grad of the parameters, or the buffers); build the same on every rank"
             )
-
-
-class _Buffers:
-    """The module's buffers (BatchNorm's statistics, say): every rank gets rank 0's."""
-
-    def __init__(self, module: nn.Module) -> None:
-        # .data: the write must not count as a change of a tensor that a second backward of the same
-        # forward saved (BatchNorm saves its buffers).
-        buffers = [buffer.data for buffer in module.buffers() if buffer.numel()]
-        self.layout = [(tuple(b.shape), str(b.dtype)) for b in buffers]
-        self._flats: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
-        self._works: list[Any] = []
-        for device in dict.fromkeys(buffer.device for buffer in buffers):
-            mine = [buffer for buffer in buffers if buffer.device == device]
-            starts, end = [], 0
-            for buffer in mine:
-                starts.append(end)
-                end += -(-buffer.numel() * buffer.element_size() // 16) * 16  # keep them aligned
-            flat = torch.zeros(end, dtype=torch.uint8, device=device)
-            views = [
-                flat[start : start + buffer.numel() * buffer.element_size()]
-                .view(buffer.dtype)
-                .view(buffer.shape)
-                for start, buffer in zip(starts, mine, strict=True)
-            ]
-            self._flats.append((flat, views, mine))
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
-        if hasattr(self._options, "asyncOp"):
-            self._options.asyncOp = True
-
-    def launch(self, group: Any) -> None:
-        self._is_root = self._flats and group.rank() == 0
-        self._works = []
-        for flat, views, buffers in self._flats:
-            if self._is_root:
-                torch._foreach_copy_(views, buffers)
-            self._works.append(group.broadcast([flat], self._options))
-
-    def wait(self) -> None:
-        for work, (_, views, buffers) in zip(self._works, self._flats, strict=True):
-            work.wait()
-            if not self._is_root:
-                torch._foreach_copy_(buffers, views)
-        self._works = []
-
-
-class Exchanges:
-    """The exchanges of one generation, told together about the parts of each batch.
-
-    In an *uneven* batch (the short one at the end of an epoch, or a world larger than the number of
-    parts) some ranks have no part: their loop over the parts is empty, so they cannot know which
-    modules the others' backwards reach, nor in which order. There rank 0, which always has a part,
-    announces each exchange before it is made and the end of the loop after the last; ranks without
-    a part follow, with zeros, where their loop would have been. So the gradients are there before
-    anything that comes after the loop (clipping, say) looks at them.
-    """
-
-    def __init__(self, *, group: Any, world_size: int) -> None:
-        self._world_size = world_size
-        self._group: Any = dist.group.WORLD if group is None and world_size > 1 else group
-        self._exchanges: list[GradientExchange] = []
-        self._is_uneven = False
-        self._has_part = True
-
-    def add(
-        self, module: nn.Module, on_last_bucket: Callable[[], None] | None = None
-    ) -> GradientExchange:
-        exchange = GradientExchange(
-            module, group=self._group, world_size=self._world_size, on_last_bucket=on_last_bucket
-        )
-        self._exchanges.append(exchange)
-        return exchange
-
-    def begin_parts(self, num_parts: int, num_parts_here: int) -> None:
-        """A loop over the parts of a batch begins; num_parts: of the batch, over all ranks."""
-        self.end_parts()
-        if num_parts >= self._world_size or not self._exchanges:
-            return
-        self._is_uneven, self._has_part = True, num_parts_here > 0
-        for exchange in self._exchanges:
-            exchange._announce = self._announce if self._has_part else None
-            exchange._end_parts = self.end_parts
-
-    def part(
-        self, index: int, is_last: bool, num_samples: int, num_global: int, previous: int
-    ) -> None:
-        """The next backward is for this part.
-
-        Args:
-            num_samples: of the part; 0 with is_last: this rank has none.
-            num_global: of the global batch.
-            previous: samples of the part before it in this loop, 0 for the first.
-        """
-        for exchange in self._exchanges:
-            if previous and previous != num_samples:
-                exchange.rescale(previous / num_samples)
-            if is_last:
-                exchange.arm(num_samples / num_global)
-            else:
-                exchange.disarm()
-
-    def end_parts(self) -> None:
-        """The loop has ended. Ranks without a part do here what the others did in theirs."""
-        if not self._is_uneven:
-            return
-        self._is_uneven = False
-        for exchange in self._exchanges:
-            exchange._announce = exchange._end_parts = None
-        if self._has_part:
-            self._agree(_END)
-            return
-        while (number := self._agree(None)) != _END:
-            self._exchanges[number]._exchange_now()
-
-    def flush(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Before an optimizer steps."""
-        self.end_parts()
-        for exchange in self._exchanges:
-            exchange.flush(optimizer)
-
-    def detach(self) -> None:
-        for exchange in self._exchanges:
-            exchange.detach()
-        self._exchanges = []
-        self._group = None
-        self._is_uneven = False
-
-    def _announce(self, exchange: GradientExchange) -> None:
-        self._agree(self._exchanges.index(exchange))
-
-    def _agree(self, number: int | None) -> int:
-        """Rank 0's number, on every rank; number: what this rank is about to do, if it knows."""
-        device = self._exchanges[0]._params[0].device
-        word = torch.tensor([_END if number is None else number], device=device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([word], options).wait()
-        said = int(word.item())
-        if number is not None and said != number:
-            raise ConfigError(
-                "the ranks' backwards reach different modules in a batch that not every rank has a "
-                "part of: make them reach the same, or pass drop_last=True"
-            )
-        return said
-
-
-def _assign(params: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Buckets of one dtype and device each, in the order in which they are launched.
-
-    Gradients arrive roughly from the last parameter to the first; params are in that order.
-    """
-    done: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    filled_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
-    for index, param in enumerate(params):
-        key = (param.dtype, param.device)
-        bucket = filling.setdefault(key, [])
-        bucket.append(index)
-        filled_bytes[key] = filled_bytes.get(key, 0) + param.numel() * param.element_size()
-        if filled_bytes[key] >= (BUCKET_BYTES if done else FIRST_BUCKET_BYTES):
-            done.append(filling.pop(key))
-            filled_bytes[key] = 0
-    done.extend(filling.values())
-    return [_Bucket(indices, [params[i] for i in indices]) for indices in done]
-
-
-def _is_dense(param: torch.Tensor) -> bool:
-    return param.is_contiguous() or (
-        (param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last))
-        or (param.dim() == 5 and param.is_contiguous(memory_format=torch.channels_last_3d))
-    )
-
-
-def _contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(tuple(shape)):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))

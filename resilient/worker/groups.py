@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,11 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from resilient.resolver import impatient_resolver
 from resilient.worker.mesh import poison_meshes, watch_meshes
 
 _CONNECT_TRY_S = 5.0
 _CONNECT_TIMEOUT_S = 60.0
+_DESTROY_TIMEOUT_S = 2.0
 _TIMEOUT = timedelta(minutes=30)
 """Only the last resort: the agent sees a hang long before, and severs."""
 
@@ -60,13 +64,14 @@ def connect(host: str, port: int, check: Callable[[], None]) -> dist.TCPStore:
     deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
     while True:
         try:
-            store = dist.TCPStore(
-                host,
-                port,
-                is_master=False,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=_CONNECT_TRY_S),
-            )
+            with impatient_resolver():
+                store = dist.TCPStore(
+                    host,
+                    port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=_CONNECT_TRY_S),
+                )
         except (RuntimeError, ValueError):
             check()
             if time.monotonic() > deadline_s:
@@ -136,22 +141,26 @@ def leave() -> None:
     The caller has severed the connections, or knows that nobody is blocked in one.
     """
     poison_meshes()
+    doomed = list(distributed_c10d._world.pg_map)
     if dist.is_initialized():
         try:
             dist.destroy_process_group()
         except Exception:
             pass  # half-made or broken groups may refuse an orderly end
     _forget_groups()
+    if doomed:
+        # A group waits in its destructor for its threads. Should one be stuck in there, then not us.
+        undertaker = threading.Thread(target=doomed.clear, name="resilient-undertaker", daemon=True)
+        undertaker.start()
+        undertaker.join(_DESTROY_TIMEOUT_S)
 
 
 def _forget_groups() -> None:
     """Empties torch's own tables, whatever an interrupted init_process_group left there.
 
-    Above all the counter that names groups: names are part of the keys in the store, and a rank that
-    counts on would wait for ever for peers that began at 0.
+    Above all the counter that names groups: names are part of the keys in the store, and a rank
+    that counts on would wait for ever for peers that began at 0.
     """
-    from torch.distributed import distributed_c10d
-
     world = distributed_c10d._world
     for table in (
         world.pg_map,

@@ -22,7 +22,7 @@ from resilient import wire
 from resilient.errors import ConfigError, Interrupted, StaleGeneration
 from resilient.page import Activity
 from resilient.worker.data import Batches
-from resilient.worker.exchange import Exchanges
+from resilient.worker.exchanges import Exchanges
 from resilient.worker.lifetime import Entry, Lifetime
 from resilient.worker.sever import num_gloo_links
 
@@ -292,7 +292,6 @@ class Job:
         """Counts the step in progress. Nothing leaves the process but the first one's message."""
         lifetime = self._lifetime
         step = lifetime.step + 1
-        self._reached("after-step")
         lifetime.protected.commit(step)
         lifetime.step = step
         self._page.commit(step)
@@ -373,15 +372,15 @@ class Job:
         self._lifetime.drills.reached(point, self.step)
 
     def _hook_drills(self) -> None:
-        """For a drill inside optimizer.step(): after our own hooks, so that the state is dirty."""
-        if "optimizer" not in self._lifetime.drills.points:
-            return
-
-        def strike(*_: Any) -> None:
-            self._reached("optimizer")
-
+        """For drills inside and after optimizer.step(), where the state is dirty."""
+        points = self._lifetime.drills.points
         for optimizer in self._optimizers():
-            self._step_hooks.append(optimizer.register_step_pre_hook(strike))
+            if "optimizer" in points:
+                hook = optimizer.register_step_pre_hook(lambda *_: self._reached("optimizer"))
+                self._step_hooks.append(hook)
+            if "after-step" in points:
+                hook = optimizer.register_step_post_hook(lambda *_: self._reached("after-step"))
+                self._step_hooks.append(hook)
 
 
 class BatchHooks:

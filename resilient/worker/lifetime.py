@@ -17,8 +17,8 @@ from resilient.page import Page
 from resilient.state.protect import Protected
 from resilient.state.rng import RandomState
 from resilient.worker.build import BuildCache
-from resilient.worker.data import LoaderCache
 from resilient.worker.drill import Drills
+from resilient.worker.loader import LoaderCache
 
 
 class Link(Protocol):

@@ -2,8 +2,9 @@
 
 One idea: the training thread may be blocked anywhere, so it never reads the socket. A control
 thread does. Orders (enter this generation, close, stop, persist) are queued for the training
-thread, which takes them when it waits at the decorator. An abort is carried out by the control thread
-itself: it severs the generation's connections, again and again, until the training thread has left.
+thread, which takes them when it waits at the decorator. An abort is carried out by the control
+thread itself: it severs the generation's connections, again and again, until the training thread
+has left.
 
 Messages arrive in order, which decides every race: an abort that overtakes the training thread's
 entry is found by it on entry, one for a generation it has left means nothing.

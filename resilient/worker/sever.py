@@ -12,13 +12,14 @@ would terminate the process).
 
 Two things that gloo cannot stand are avoided:
 
-* A write that fails in its own thread, in answer to a message that was still in the queue, loses the
-  operation it was for, and whoever waits for that is never told. So only the reading half is shut
-  down (what is queued is still read, and answered), and the connection is *held*, by a copy of its
-  descriptor, until every peer has come out too: gloo's close() then breaks no peer's write.
-* In group creation gloo waits for a peer that shall connect *to us*, and if that peer is frozen just
-  then, for five times the group's timeout; there is no socket to shut down. Then we knock: connect
-  to our own gloo listener as that peer would (it sends the pair's number, eight bytes), and hang up.
+* A write that fails in its own thread, in answer to a message that was still in the queue, loses
+  the operation it was for, and whoever waits for that is never told. So only the reading half is
+  shut down (what is queued is still read, and answered), and the connection is *held*, by a copy of
+  its descriptor, until every peer has come out too: gloo's close() then breaks no peer's write.
+* In group creation gloo waits for a peer that shall connect *to us*, and if that peer is frozen
+  just then, for five times the group's timeout; there is no socket to shut down. Then we knock:
+  connect to our own gloo listener as that peer would (it sends the pair's number, eight bytes), and
+  hang up.
 """
 
 from __future__ import annotations

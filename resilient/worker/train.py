@@ -180,6 +180,7 @@ class _Worker:
             elif isinstance(order, wire.Persist):
                 self._persist(order)
             else:
+                link.page.act(Activity.STARTING)  # from here on, as long as the script likes
                 groups.leave()
                 self._lifetime.loaders.close()
                 if isinstance(order, wire.Close):
@@ -275,8 +276,8 @@ class _Worker:
         """Tells the agent first; what a dead peer's silence costs the others comes after."""
         link, lifetime = self._link, self._lifetime
         holdings = lifetime.protected.holdings()
+        lifetime.drills.reached("stopping", lifetime.step)
         if link.is_aborted(start.generation):
-            lifetime.drills.reached("stopping", lifetime.step)
             report: wire.Message = wire.Interrupted(
                 start.generation, lifetime.step, holdings, self._persisted_step()
             )

@@ -201,6 +201,11 @@ class Launcher:
         """Descendants that a run was seen with, and that live although it has ended."""
         return {pid: name for pid, name in self._seen.items() if is_alive(pid)}
 
+    @property
+    def pids(self) -> list[int]:
+        """Of every process that was ever seen below a run."""
+        return sorted(self._seen)
+
     def note_processes(self) -> None:
         """Remembers who is there now."""
         self._pump()

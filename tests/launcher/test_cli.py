@@ -56,6 +56,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--shutdown-timeout -1 script.py", "greater than 0"),
         ("--hang-timeout soon script.py", "must be seconds above 0, auto or off"),
         ("--hang-timeout 0 script.py", "must be seconds above 0, auto or off"),
+        ("--first-step-timeout 0 script.py", "--first-step-timeout 0: must be seconds above 0"),
+        ("--first-step-timeout inf script.py", "--first-step-timeout inf: must be seconds"),
+        ("--first-step-timeout soon script.py", "invalid float value: 'soon'"),
+        ("--start-timeout -1 script.py", "--start-timeout -1: must be seconds above 0"),
+        ("--start-timeout nan script.py", "--start-timeout nan: must be seconds above 0"),
         ("--checkpoint-every 5 script.py", "needs --checkpoint-dir"),
         ("--inject explode:rank=1 script.py", "unknown kind 'explode'"),
         ("--inject kill:rank=1 script.py", "there are only 1 ranks"),
@@ -106,7 +111,8 @@ def test_own_options(script: Path, tmp_path: Path) -> None:
         f"--nproc-per-node 4 --spares 2 --replace no --min-world-size 3 --preload json "
         f"--preload csv --hang-timeout 12.5 --inject kill:rank=3,step=4 --inject stop:rank=0 "
         f"--checkpoint-dir ck --checkpoint-every 9 --interrupt-timeout 1 --kill-timeout 2 "
-        f"--rendezvous-timeout 3 --log-dir {tmp_path / 'logs'} script.py".split()
+        f"--rendezvous-timeout 3 --first-step-timeout 77 --start-timeout 88 "
+        f"--log-dir {tmp_path / 'logs'} script.py".split()
     )
     config = options.config
     assert (config.num_spares, config.replace, config.min_world_size) == (2, False, 3)
@@ -114,6 +120,8 @@ def test_own_options(script: Path, tmp_path: Path) -> None:
     assert bounds == (1, 2, 3)
     assert options.launch.preload == ("json", "csv")
     assert options.limits.hang_timeout_s == 12.5
+    assert options.limits.first_step_timeout_s == 77
+    assert config.start_timeout_s == 88
     assert options.drills == ("kill:rank=3,step=4", "stop:rank=0")
     assert (options.checkpoint_dir, options.checkpoint_every, config.persists) == ("ck", 9, True)
 
@@ -127,6 +135,15 @@ def test_the_environment_gives_defaults_and_a_flag_beats_it(
     assert cli.parse(["script.py"]).config.num_spares == 3
     assert cli.parse(["script.py"]).num_slots == 2
     assert cli.parse(["--spares", "0", "script.py"]).config.num_spares == 0
+
+
+@pytest.mark.parametrize("text", ["auto", "5"])
+def test_only_its_own_option_shortens_the_first_step(script: Path, text: str) -> None:
+    """A replacement may have to compile, whatever a step may take."""
+    logs = str(script.parent / "logs")
+    options = cli.parse(["--hang-timeout", text, "--log-dir", logs, "script.py"])
+    assert options.limits.first_step_timeout_s == 300
+    assert options.config.start_timeout_s == 600
 
 
 @pytest.mark.parametrize("text", ["cpu", "auto"])

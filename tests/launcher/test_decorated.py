@@ -155,7 +155,7 @@ def test_everybody_dies(launch: Launcher) -> None:
 
 
 def test_a_stopped_rank_is_named_and_replaced(launch: Launcher) -> None:
-    run = launch("--nproc-per-node", 2, "--hang-timeout", 1, "--interrupt-timeout", 0.5, FAKE)
+    run = launch("--nproc-per-node", 2, "--hang-timeout", 1, "--interrupt-timeout", 9, FAKE)
     pid = wait_started(run, 0, 2)[1]["pid"]
     wait_spare(run)
     wait_step(run, 2)
@@ -164,6 +164,9 @@ def test_a_stopped_rank_is_named_and_replaced(launch: Launcher) -> None:
     assert second[1]["pid"] != pid
     (hung,) = run.events("WorkersHung")
     assert "rank 1 is stopped by a signal" in hung["event"]["note"]
+    assert len(hung["event"]["stopped"]) == 1
+    (exited,) = run.events("WorkerExited")
+    assert exited["now"] - hung["now"] < 4  # killed at once, not after the time to come out
     (launch.base / "finish").touch()
     assert run.wait() == 0, run.stderr
     assert "rank 1 hung" in run.stderr
@@ -187,4 +190,40 @@ def test_hang_detection_can_be_off(launch: Launcher) -> None:
     wait_started(run, 0, 2)
     (launch.base / "finish").touch()
     assert run.wait() == 0, run.stderr
+    assert run.events("WorkersHung") == []
+
+
+# ---------------------------------------------------------------- the end, with real workers
+
+RETURNS = """
+import os, time, resilient
+@resilient.train
+def main(job):
+    print('in', flush=True)
+    while job.rank == 1 and not os.path.exists('go'):
+        time.sleep(0.01)
+main()
+time.sleep(float(os.environ.get('AFTER_S', '0')))
+print('after', flush=True)
+"""
+
+
+def test_a_finished_rank_that_does_not_return_is_noticed(launch: Launcher) -> None:
+    launch.script(RETURNS)
+    run = launch("--nproc-per-node", 2, "--first-step-timeout", 4, "script.py")
+    run.wait_line("in", 2)
+    wait_until(lambda: run.events("WorkerFinished"), "rank 0 finishes", run._seen)
+    os.kill(run.pids()[0], signal.SIGSTOP)
+    (launch.base / "go").touch()
+    assert run.wait() == 128 + 9
+    assert "rank 0 hung" in run.stderr and "stopped by a signal" in run.stderr, run.stderr
+
+
+def test_what_comes_after_main_takes_as_long_as_it_likes(launch: Launcher) -> None:
+    launch.script(RETURNS)
+    (launch.base / "go").touch()
+    options = ("--hang-timeout", 1, "--first-step-timeout", 3)
+    run = launch("--nproc-per-node", 2, *options, "script.py", env={"AFTER_S": "5"})
+    assert run.wait() == 0, run.stderr
+    assert run.stdout.count("after") == 2
     assert run.events("WorkersHung") == []

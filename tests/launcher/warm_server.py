@@ -13,6 +13,7 @@ import selectors
 import signal
 import socket
 import sys
+import tempfile
 
 
 def serve(channel: socket.socket) -> list[str] | None:
@@ -45,6 +46,7 @@ def serve(channel: socket.socket) -> list[str] | None:
                 os.setsid()
                 os.chdir(request["cwd"])
                 os.environ.update(request["env"])
+                tempfile.tempdir = None  # torch has asked for it, with our environment
                 return list(request["argv"])
             for fd in fds:
                 os.close(fd)

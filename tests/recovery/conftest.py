@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from .harness import Launch, Run
+from tests.launcher.harness import WAIT_S, Launcher, start_server
+from tests.recovery.harness import Launch, Run
 
 
 @pytest.fixture(scope="session")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    runs: dict[tuple, Run] = {}
+def channel() -> Iterator[socket.socket]:
+    server, channel = start_server()
+    with channel:
+        yield channel
+    assert server.wait(WAIT_S) == 0
+
+
+@pytest.fixture(scope="session")
+def unbroken(
+    channel: socket.socket, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Run]:
+    launcher = Launcher(channel, tmp_path_factory.mktemp("unbroken"))
+    runs: dict[tuple[object, ...], Run] = {}
 
     def get(*arguments: str, num_ranks: int = 4) -> Run:
         key = (arguments, num_ranks)
         if key not in runs:
-            out = tmp_path_factory.mktemp("unbroken")
-            run = Launch(out, arguments=arguments, num_ranks=num_ranks).wait()
+            run = Launch(launcher, arguments=arguments, num_ranks=num_ranks).wait()
             assert run.code == 0, run.text()
             assert run.generations == 1, run.text()
             runs[key] = run
@@ -27,18 +40,8 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
 
 
 @pytest.fixture
-def launch(tmp_path) -> Iterator[Callable[..., Launch]]:
+def launch(channel: socket.socket, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     """Starts a job; whatever the test does, nothing of it is left afterwards."""
-    started: list[Launch] = []
-
-    def start(*options: str, **keywords) -> Launch:
-        job = Launch(tmp_path / f"job-{len(started)}", *options, **keywords)
-        started.append(job)
-        return job
-
-    yield start
-    for job in started:
-        alive = job.process.poll() is None
-        job.kill()
-        job.assert_nothing_left()
-        assert not alive, f"the test left its job running\n{job.output()}"
+    launcher = Launcher(channel, tmp_path)
+    yield lambda *options, **keywords: Launch(launcher, *options, **keywords)
+    assert launcher.clean_up() == {}

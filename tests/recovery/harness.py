@@ -1,29 +1,19 @@
-"""Runs the real command on real processes, with faults, and compares with a run that never broke."""
+"""Runs the real command under real faults, and compares with a run that never broke."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
+from tests.launcher.harness import Launcher, wait_until
+
 SCRIPT = Path(__file__).with_name("train_script.py")
-ROOT = Path(__file__).parents[2]
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @dataclass
@@ -39,7 +29,6 @@ class Run:
     stdout: str
     stderr: str
     out: Path
-    run_dir: Path | None
     journal: list[dict]
     wall_s: float
 
@@ -62,108 +51,61 @@ class Launch:
 
     def __init__(
         self,
-        out: Path,
+        launcher: Launcher,
         *options: str,
         script: Path | str = SCRIPT,
         arguments: tuple[str, ...] = (),
         num_ranks: int = 4,
-        env: dict[str, str] | None = None,
     ) -> None:
-        self.out = out
-        out.mkdir(parents=True, exist_ok=True)
-        self.log_dir = out / "logs"
-        command = [
-            sys.executable, "-m", "resilient_run.cli",
-            "--standalone", f"--nproc-per-node={num_ranks}", f"--log-dir={self.log_dir}", *options,
-            str(script), *(("--out", str(out)) if script == SCRIPT else ()), *arguments,
-        ]  # fmt: skip
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("RESILIENT")}
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), str(ROOT / "launcher"), environment.get("PYTHONPATH", "")]
+        self._launcher = launcher
+        self.out = launcher.base / f"run{len(launcher.runs)}"
+        self._started_s = time.monotonic()
+        self.process = launcher(
+            "--standalone",
+            f"--nproc-per-node={num_ranks}",
+            *options,
+            script,
+            *(("--out", self.out) if script == SCRIPT else ()),
+            *arguments,
         )
-        environment.update(env or {})
-        self.started_s = time.monotonic()
-        with open(out / "stdout.txt", "wb") as stdout, open(out / "stderr.txt", "wb") as stderr:
-            self.process = subprocess.Popen(
-                command, stdout=stdout, stderr=stderr, env=environment, start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        self.seen: dict[int, psutil.Process] = {}
 
-    def descendants(self) -> list[psutil.Process]:
-        """Every process below the agent that was ever seen and still lives."""
-        try:
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                self.seen.setdefault(process.pid, process)
-        except psutil.NoSuchProcess:
-            pass
-        return [process for process in self.seen.values() if _lives(process)]
+    def ended(self) -> bool:
+        self.process.pump()
+        return self.process.status is not None
 
-    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            self.descendants()
-            if self.process.poll() is not None:
-                raise AssertionError(f"ended before {what}\n{self.finished().text()}")
-            if time.monotonic() > deadline:
-                raise AssertionError(f"not within {timeout_s} s: {what}\n{self.output()}")
-            time.sleep(0.01)
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Waits for it while the job runs."""
+        wait_until(lambda: condition() or self.ended(), what, self.output)
+        assert condition() or not self.ended(), f"ended before {what}\n{self.output()}"
 
     def output(self) -> str:
-        return (self.out / "stdout.txt").read_text() + (self.out / "stderr.txt").read_text()
-
-    def journal_path(self) -> Path | None:
-        found = sorted(self.log_dir.glob("**/journal.jsonl"))
-        return found[-1] if found else None
+        return self.process.stdout + self.process.stderr
 
     def journal(self) -> list[dict]:
-        path = self.journal_path()
-        if path is None:
-            return []
-        lines = path.read_bytes().split(b"\n")
+        paths = list(self.out.glob("logs/*/journal.jsonl"))
+        lines = paths[0].read_bytes().split(b"\n") if paths else [b""]
         return [json.loads(line) for line in lines[:-1]]
 
     def wait(self, timeout_s: float = 90) -> Run:
-        deadline = time.monotonic() + timeout_s
-        while self.process.poll() is None:
-            self.descendants()
-            if time.monotonic() > deadline:
-                output = self.output()
-                self.kill()
-                raise AssertionError(f"still running after {timeout_s} s\n{output}")
+        deadline_s = time.monotonic() + timeout_s
+        while not self.ended():
+            assert time.monotonic() < deadline_s, f"runs after {timeout_s} s\n{self.output()}"
             time.sleep(0.02)
-        return self.finished()
-
-    def finished(self) -> Run:
-        path = self.journal_path()
         return Run(
-            self.process.returncode,
-            (self.out / "stdout.txt").read_text(),
-            (self.out / "stderr.txt").read_text(),
+            self.process.status,
+            self.process.stdout,
+            self.process.stderr,
             self.out,
-            path.parent if path else None,
             self.journal(),
-            time.monotonic() - self.started_s,
+            time.monotonic() - self._started_s,
         )
 
-    def kill(self) -> None:
-        """Ends the agent and everything below it, whatever state it is in."""
-        below = self.descendants()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
-        for process in below:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+    def signal(self, signum: int) -> None:
+        os.kill(self.process.pid, signum)
 
-    def assert_nothing_left(self, timeout_s: float = 5) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.descendants():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"left behind: {self.descendants()}")
-            time.sleep(0.02)
+    def assert_nothing_left(self) -> None:
+        """No process that was ever seen below this job's agent, or any other's of this test."""
+        wait_until(lambda: not self._launcher.left(), "nothing is left", self._launcher.left)
 
 
 def final_state(out: Path, rank: int = 0) -> dict:

@@ -10,9 +10,11 @@ import signal
 
 import pytest
 
-from .harness import assert_same_samples, assert_same_state
+from tests.launcher.harness import descendants_of
+from tests.recovery.harness import assert_same_samples, assert_same_state
 
 HANG = "--hang-timeout=2"
+ENTER = "--first-step-timeout=10"
 
 
 def recovered(launch, unbroken, *options, arguments=(), num_ranks=4, generations=2, tolerance=None):
@@ -21,7 +23,8 @@ def recovered(launch, unbroken, *options, arguments=(), num_ranks=4, generations
     job = launch(*options, arguments=arguments, num_ranks=num_ranks)
     run = job.wait()
     assert run.code == 0, run.text()
-    assert run.generations == generations, run.text()
+    expected_generations = generations if isinstance(generations, tuple) else (generations,)
+    assert run.generations in expected_generations, run.text()
     assert_same_state(run, expected, tolerance=tolerance)
     assert_same_samples(run, expected)
     job.assert_nothing_left()
@@ -113,9 +116,11 @@ def test_a_survivor_dies_while_the_generation_ends(launch, unbroken, rank, at):
         "--spares=2",
         "--inject=kill:rank=1,step=20",
         f"--inject=kill:rank={rank},generation=0,at={at}",
-        generations=2,
+        # It may be gone before the plan that counts on it, or just after.
+        generations=(2, 3) if at == "waiting" else 2,
     )
-    assert len(run.events("WorkerExited")) >= 2
+    killed = [event["worker"][1] for event in run.events("WorkerExited") if event["status"] == -9]
+    assert {1, rank} <= set(killed)
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
@@ -129,6 +134,7 @@ def test_second_fault_while_the_next_generation_begins(launch, unbroken, rank, a
         unbroken,
         "--spares=2",
         HANG,
+        ENTER,
         "--inject=kill:rank=1,step=20",
         f"--inject={kind}:rank={rank},generation=1,at={at}",
         generations=3,
@@ -244,7 +250,7 @@ def test_asked_to_stop_and_started_again(launch, unbroken, tmp_path, signum):
     options = (f"--checkpoint-dir={tmp_path / 'c'}", "--checkpoint-every=1000")
     first = launch(*options, arguments=arguments)
     first.wait_until(lambda: len(_steps(first)) >= 10, "ten steps")
-    first.process.send_signal(signum)
+    first.signal(signum)
     run = first.wait(15)
     assert run.code == 75, run.text()
     first.assert_nothing_left()
@@ -268,11 +274,11 @@ def _steps(job) -> set[int]:
 def test_agent_killed_leaves_nothing(launch):
     job = launch(arguments=("--pause-s", "0.05", "--num-workers", "2"))
     job.wait_until(lambda: len(_steps(job)) >= 5, "five steps")
-    below = job.descendants()
-    assert len(below) >= 6, below
-    job.process.kill()
-    job.process.wait(10)
-    job.assert_nothing_left(10)
+    # the zygote, four ranks with two data workers each, and a spare
+    job.wait_until(lambda: len(descendants_of(job.process.pid)) >= 14, "a spare")
+    job.signal(signal.SIGKILL)
+    assert job.wait().code == -signal.SIGKILL
+    job.assert_nothing_left()
 
 
 def test_with_data_workers(launch, unbroken):

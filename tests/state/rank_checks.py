@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +17,7 @@ from torch import nn
 from resilient.core.model import Cut, CutKind, Holding
 from resilient.errors import ConfigError
 from resilient.page import Page
-from resilient.state import transfer
+from resilient.state import disk, transfer
 from resilient.state.protect import STEPS_WITH_UNDO, Protected
 from resilient.state.snapshot import Image
 
@@ -287,6 +291,54 @@ def late_collective(rank: int, world_size: int, directory: Path) -> None:
         assert protected._held(later - 1) is protected._undo
         protected.commit(later)
     assert len(notes) == 1, "said once"
+
+
+def _wait(condition: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited in vain for {what}"
+        time.sleep(0.001)
+
+
+def generators_come_late(rank: int, world_size: int, directory: Path) -> None:
+    """Rank 1 stops in the middle of leaving its generators, twice at once: one goes on when all
+    but them is written, the other when the checkpoint is published and what was left is removed."""
+    notes: list[str] = []
+    target = directory / "checkpoints"
+    final = target / "step-00000002"
+    protected = Protected(note=notes.append, checkpoint_directory=str(target))
+    objects = _enter(protected, Cut(CutKind.INITIAL, 0), rank, world_size)
+    own = target / ".rng-step-00000002-00001"
+    began: list[Any] = []
+    in_place = os.replace
+
+    def late(source: Any, place: Any) -> None:
+        if place == own:
+            began.append(place)
+            if len(began) == 1:
+                _wait(lambda: list(target.glob(".pending-*/.metadata")), "rank 0 to write its part")
+                assert not final.exists(), "published without rank 1"
+            else:
+                _wait(lambda: final.exists() and not own.exists(), "rank 0 to publish")
+        in_place(source, place)
+
+    os.replace = late
+    for step in (1, 2):
+        _step(objects, protected, step, world_size)
+    mine = protected._rng[2]
+    protected.persist(2, str(target))
+    _wait(lambda: rank != 1 or began, "the thread that writes to begin")
+    protected.holdings()
+    assert protected._checkpoints.wait_idle(30)
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, (mine, notes))
+    assert [said for _, said in everyones] == [[]] * world_size
+    if rank == 0:
+        assert disk.newest_complete(target) == 2
+        for other, (rng, _) in enumerate(everyones):
+            assert disk.load(target, 2, other)[1] == rng
+        protected._checkpoints._close()
+        assert os.listdir(target) == ["step-00000002"]
 
 
 def a_holder_dies_in_the_middle(rank: int, world_size: int, directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint import metadata
 from resilient.core.model import Cut, CutKind, Holding
 from resilient.errors import CheckpointCorrupt, CheckpointMissing
 from resilient.page import Page
-from resilient.state import disk
+from resilient.state import disk, stored
 from resilient.state.protect import Protected
 from resilient.state.snapshot import SECTIONS, Image
 from tests.state.rank_checks import _bits, _odd_tensors
@@ -41,14 +42,14 @@ def save(directory, step, world_size=1, image=None):
     for rank in range(world_size):
         disk.write_rng(directory, step, rank, b"generators %d" % rank)
     disk.save(directory, image or make_image(step), world_size)
-    return disk.step_dir(directory, step)
+    return stored.step_dir(directory, step)
 
 
 @pytest.fixture(autouse=True)
 def forget_scans():
-    disk._scanned.clear()
+    stored._damaged.clear()
     yield
-    disk._scanned.clear()
+    stored._damaged.clear()
 
 
 def test_every_kind_of_tensor_comes_back(tmp_path):
@@ -67,7 +68,8 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
             assert got.dtype == tensor.dtype and got.shape == tensor.shape, key
             assert _bits(got) == _bits(tensor), key
     assert disk.load(tmp_path, 7, 5)[1] is None, "a larger world: that rank has none"
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+    disk.prune(tmp_path, 2)
+    assert os.listdir(tmp_path) == ["step-00000007"]
 
 
 def test_dcp_itself_reads_it(tmp_path):
@@ -130,7 +132,7 @@ def test_strangers_in_the_directory(tmp_path):
     (tmp_path / ".pending-step-00000040").mkdir()
     (tmp_path / "step-abc").mkdir()
     os.rename(save(tmp_path, 20), tmp_path / "step-00000050")
-    assert [(f.step, bool(f.problem)) for f in disk.scan(tmp_path)] == [
+    assert [(f.step, bool(f.problem)) for f in stored.scan(tmp_path)] == [
         (50, True),
         (30, True),
         (10, False),
@@ -181,7 +183,7 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, index):
     with pytest.raises(CheckpointCorrupt):
         disk.load(tmp_path / "c", 20, 0)
     with pytest.raises(CheckpointCorrupt):
-        disk.read_metadata(path)
+        stored.read_metadata(path)
     assert disk.newest_complete(tmp_path / "c") == 10
     assert not touched.exists()
 
@@ -194,7 +196,7 @@ def test_the_attacks_would_work_on_plain_pickle(tmp_path):
 
 def test_bytes_entries_and_other_files_are_refused(tmp_path):
     path = save(tmp_path, 20)
-    good = disk.read_metadata(path)
+    good = stored.read_metadata(path)
     info = next(iter(good.storage_data.values()))
     index = metadata.MetadataIndex("x")
     for bad in (
@@ -205,7 +207,7 @@ def test_bytes_entries_and_other_files_are_refused(tmp_path):
     ):
         replace_metadata(path, bad)
         with pytest.raises(CheckpointCorrupt):
-            disk.read_metadata(path)
+            stored.read_metadata(path)
 
 
 # ---------------------------------------------------------------- kills
@@ -276,7 +278,7 @@ def test_killed_at_any_time_one_is_always_whole(tmp_path):
             while (line := _line(process.stdout)) != "gone":
                 announced = int(line.split()[1])
             unfinished += any(name.startswith(".") for name in os.listdir(tmp_path))
-            disk._scanned.clear()
+            stored._damaged.clear()
             notes = []
             newest = disk.newest_complete(tmp_path, notes.append)
             assert newest in (announced, announced + 1), (newest, announced)
@@ -416,6 +418,76 @@ def test_storage_that_refuses(tmp_path):
     kept.start(10, 0, 1, b"mine", make_image(10))
     assert kept.wait_idle(30)
     assert len(notes) == 1 and "was not written" in notes[0]
+
+
+def test_a_full_disk_is_said_and_the_thread_lives_on(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    notes = []
+    kept = disk.Checkpoints(tmp_path, note=notes.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk._Writer, "write_data", refuse)
+        kept.start(10, 0, 1, b"mine", make_image(10))
+        assert kept.wait_idle(30)
+    assert len(notes) == 1 and "step 10 was not written" in notes[0] and "No space" in notes[0]
+    kept.start(20, 0, 1, b"mine", make_image(20))
+    assert kept.wait_idle(30) and disk.newest_complete(tmp_path) == 20 and len(notes) == 1
+    assert os.listdir(tmp_path) == ["step-00000020"]
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path):
+    save(tmp_path, 10)
+    for step in (80, 90):
+        _flip(save(tmp_path, step) / "__0_0.distcp")
+    assert disk.newest_complete(tmp_path) == 10
+    kept = disk.Checkpoints(tmp_path, keep=2)
+    for step in (20, 30):
+        kept.start(step, 0, 1, b"mine", make_image(step))
+        assert kept.wait_idle(30)
+    complete = [found.step for found in stored.scan(tmp_path) if not found.problem]
+    assert complete == [30, 20]
+    assert disk.newest_complete(tmp_path) == 30
+
+
+def test_a_rank_that_died_is_no_news_when_a_newer_one_is_there(tmp_path):
+    notes = []
+    kept = disk.Checkpoints(tmp_path, note=notes.append)
+    kept.start(10, 0, 2, b"mine", make_image(10))  # rank 1 never comes
+    save(tmp_path, 12, 2)  # by another rank, which was asked to
+    kept.enter()
+    assert kept.wait_idle(30)
+    assert notes == [] and disk.newest_complete(tmp_path) == 12
+
+
+def test_two_writers_of_one_step(tmp_path, monkeypatch):
+    """The second publishes first; the first finds it, and its own goes."""
+    disk.write_rng(tmp_path, 10, 0, b"mine")
+    both = threading.Barrier(2)
+    publish = disk._publish
+
+    def together(pending, final):
+        both.wait(30)
+        publish(pending, final)
+
+    monkeypatch.setattr(disk, "_publish", together)
+    notes = []
+    kept = disk.Checkpoints(tmp_path, note=notes.append)
+    kept.start(10, 0, 1, b"mine", make_image(10))
+    kept.finish(make_image(10), 1)
+    assert kept.wait_idle(30)
+    assert notes == [] and os.listdir(tmp_path) == ["step-00000010"]
+    assert disk.newest_complete(tmp_path) == 10
+
+
+def test_what_was_left_for_steps_that_are_done_anew_is_forgotten(tmp_path):
+    for step in (3, 4, 5):
+        for rank in (0, 1):
+            disk.write_rng(tmp_path, step, rank, b"old")
+    disk.forget_rng(tmp_path, 1, 4)
+    left = sorted(os.listdir(tmp_path))
+    assert [name for name in left if "00000005" in name] == [".rng-step-00000005-00000"]
+    assert len(left) == 5
 
 
 def test_the_last_one_is_finished_at_exit(tmp_path):

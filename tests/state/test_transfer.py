@@ -27,6 +27,7 @@ def ranks():
         ("other_model_at_a_joiner", 2),
         ("late_collective", 2),
         ("a_holder_dies_in_the_middle", 2),
+        ("generators_come_late", 3),
     ],
 )
 def test_on_ranks(ranks, check, world_size, tmp_path):

@@ -27,6 +27,7 @@ from typing import Any
 from resilient import wire
 from resilient.core.model import Cut, CutKind
 from resilient.page import Page
+from resilient.resolver import impatient_resolver
 
 WAIT_S = 30.0
 STACKS_SIGNAL = signal.SIGRTMIN + 4
@@ -149,7 +150,16 @@ class Agent:
         """Starts the generation; ranks: workers in rank order."""
         import torch.distributed as dist
 
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        port = listener.getsockname()[1]
+        with impatient_resolver():
+            store = dist.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
         self.stores[generation] = store
         for rank, worker in enumerate(ranks):
             worker.rank, worker.generation = rank, generation

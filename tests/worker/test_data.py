@@ -19,7 +19,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from resilient.errors import ConfigError, Interrupted
-from resilient.worker.data import MAX_DEATHS, Batches, LoaderCache
+from resilient.worker.data import Batches
+from resilient.worker.loader import MAX_DEATHS, LoaderCache
 
 torch.set_num_threads(1)
 

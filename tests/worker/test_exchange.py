@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient.core.batches import Deal
 from resilient.errors import ConfigError
-from resilient.worker import exchange as exchange_module
-from resilient.worker.exchange import Exchanges, GradientExchange
+from resilient.worker import buckets
+from resilient.worker.exchange import GradientExchange
+from resilient.worker.exchanges import Exchanges
 from tests.worker.ranks import run_ranks
 
 WORLD_SIZE = 4
@@ -129,8 +130,8 @@ def train_ddp(rank: int, dtype: torch.dtype, num_steps: int) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_same_training_as_ddp_and_same_bits_in_every_generation(tmp_path, dtype, monkeypatch):
-    monkeypatch.setattr(exchange_module, "FIRST_BUCKET_BYTES", 600)
-    monkeypatch.setattr(exchange_module, "BUCKET_BYTES", 1500)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 600)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1500)
     unbroken = run_ranks(tmp_path, WORLD_SIZE, train_ours, dtype, 12, -1)
     broken = run_ranks(tmp_path, WORLD_SIZE, train_ours, dtype, 12, 5)
     ddp = run_ranks(tmp_path, WORLD_SIZE, train_ddp, dtype, 12)
@@ -430,8 +431,8 @@ def checkpoints(rank: int, use_reentrant: bool) -> list[Any]:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(tmp_path, use_reentrant, monkeypatch):
-    monkeypatch.setattr(exchange_module, "FIRST_BUCKET_BYTES", 100)
-    monkeypatch.setattr(exchange_module, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 100)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 300)
     results = run_ranks(tmp_path, WORLD_SIZE, checkpoints, use_reentrant)
     model = Checkpointed(False)
     loss_of(model, *samples(16)).backward()
@@ -525,8 +526,8 @@ def overlap(rank: int) -> Any:
 
 
 def test_buckets_leave_while_the_backward_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(exchange_module, "FIRST_BUCKET_BYTES", 100)
-    monkeypatch.setattr(exchange_module, "BUCKET_BYTES", 300)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 100)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 300)
     for told in run_ranks(tmp_path, 2, overlap):
         assert told.count("launched") >= 3
         assert "launched" in told[: told.index("last gradient")]
