@@ -5,9 +5,11 @@ stores, and a worker that holds the GIL for ever, or is stopped, is seen all the
 memfd that the agent holds, so what a dead worker wrote survives it.
 
 Two parts. The *progress* words (step, activity, monotonic time) are single aligned 64-bit stores;
-a reader may see one word newer than another, which harms nothing. The *small state* (RNG, cursor,
-schedulers, buffers, encoded by the worker) is kept in four areas written in rotation, each with its
-step, a sequence number and a checksum: a kill in the middle of a write loses only that write, and
+a reader may see one word newer than another, which harms nothing. The *small state* of a step (the
+random number generators) is a *record* and an *area*. Records are written in rotation: sequence
+number, step, and which bytes of which area, with their checksum. The bytes go to an area that none
+of the other records names; a state that did not change since the last record is not written again,
+its new record names the same area. So a kill in the middle of a write loses only that write, and
 the last two steps are always there (each is written at most twice: before the gradients leave, and
 at the commit).
 """
@@ -24,14 +26,17 @@ from enum import IntEnum
 HEADER_BYTES = 4096
 NUM_AREAS = 4
 AREA_BYTES = 16 << 20  # virtual: memory is only used where something was written
-AREA_HEADER_BYTES = 32
-MAX_SMALL_BYTES = AREA_BYTES - AREA_HEADER_BYTES
+NUM_RECORDS = 4  # as many as areas: one is always free to be written
+MAX_SMALL_BYTES = AREA_BYTES
 PAGE_BYTES = HEADER_BYTES + NUM_AREAS * AREA_BYTES
 _NAME_OFFSET, _NAME_BYTES = 1024, 128
 
 # indexes of the progress words
 _GENERATION, _STEP, _ACTIVITY, _PROGRESS_NS, _SECTION_NS, _TICKS, _PERSISTED, _FAULT_NS = range(8)
 _DRILLS, _SEQUENCE, _COMMIT_NS = range(8, 11)
+
+# index of the first record; each is five words: sequence, step, area, length, checksum
+_RECORDS, _RECORD_WORDS = 256, 5
 
 
 class Activity(IntEnum):
@@ -87,6 +92,9 @@ class Page:
         self.fd = fd
         self._map = mmap.mmap(fd, PAGE_BYTES)
         self._words = memoryview(self._map)[:HEADER_BYTES].cast("q")
+        # The newest bytes that this process kept: the object, and area, length, checksum.
+        self._kept: tuple[bytes | None, int, int, int] = (None, 0, 0, 0)
+        self._named = [-1] * NUM_RECORDS  # the area that each record of this process names
 
     @classmethod
     def create(cls, name: str = "worker") -> Page:
@@ -154,24 +162,36 @@ class Page:
     def keep(self, step: int, data: bytes) -> bool:
         """Keeps the small state of a step.
 
+        The very object that was given the last time costs a few stores, whatever its size.
+
         Returns:
             False when data is larger than MAX_SMALL_BYTES: then a twin must give it.
         """
-        if len(data) > MAX_SMALL_BYTES:
+        words = self._words
+        sequence = words[_SEQUENCE] + 1
+        number = sequence % NUM_RECORDS
+        record = _RECORDS + _RECORD_WORDS * number
+        if data is not self._kept[0] and len(data) > MAX_SMALL_BYTES:
             return False
-        sequence = self._words[_SEQUENCE] + 1
-        start = HEADER_BYTES + (sequence % NUM_AREAS) * AREA_BYTES
-        area = memoryview(self._map)[start : start + AREA_HEADER_BYTES].cast("q")
-        area[0] = 0  # invalid while it is written
-        body = start + AREA_HEADER_BYTES
-        self._map[body : body + len(data)] = data
-        area[1] = step
-        area[2] = len(data)
-        area[3] = zlib.crc32(data)
-        area[0] = sequence
-        self._words[_SEQUENCE] = sequence
-        area.release()
+        words[record] = 0  # invalid while it is written
+        self._named[number] = -1
+        if data is not self._kept[0]:
+            self._kept = (data, *self._fill(data))
+        words[record + 1] = step
+        _, area, words[record + 3], words[record + 4] = self._kept
+        words[record + 2] = self._named[number] = area
+        words[record] = sequence
+        words[_SEQUENCE] = sequence
         return True
+
+    def _fill(self, data: bytes) -> tuple[int, int, int]:
+        """Writes the bytes into an area that no valid record names; returns what names them."""
+        area = 0
+        while area in self._named:
+            area += 1
+        start = HEADER_BYTES + area * AREA_BYTES
+        self._map[start : start + len(data)] = data
+        return area, len(data), zlib.crc32(data)
 
     # ------------------------------------------------------------ reader (agent, or a successor)
 
@@ -200,15 +220,15 @@ class Page:
     def kept(self, step: int) -> bytes | None:
         """The newest intact small state of that step, or None."""
         newest, found = 0, None
-        for index in range(NUM_AREAS):
-            start = HEADER_BYTES + index * AREA_BYTES
-            area = memoryview(self._map)[start : start + AREA_HEADER_BYTES].cast("q")
-            sequence, its_step, length, checksum = area
-            area.release()
+        for index in range(NUM_RECORDS):
+            first = _RECORDS + _RECORD_WORDS * index
+            sequence, its_step, area, length, checksum = self._words[first : first + _RECORD_WORDS]
             if sequence <= newest or its_step != step or not 0 <= length <= MAX_SMALL_BYTES:
                 continue
-            body = start + AREA_HEADER_BYTES
-            data = bytes(self._map[body : body + length])
+            if not 0 <= area < NUM_AREAS:
+                continue
+            start = HEADER_BYTES + area * AREA_BYTES
+            data = bytes(self._map[start : start + length])
             if zlib.crc32(data) == checksum:
                 newest, found = sequence, data
         return found

@@ -1,13 +1,12 @@
-"""Bounds what a lost DNS packet costs a TCPStore connection.
+"""Keeps torch's TCPStore from asking a name server what the loopback address is called.
 
-Torch looks up the name of both ends of each store connection, only to be able to print it. The
-addresses are IPv4 mapped into IPv6, which /etc/hosts does not answer, so the question goes out to a
-name server. Where that is slow, or loses one packet in a thousand, a connection that takes 1 ms
-takes 5 s (seen: one start of a generation in 25). Torch has no switch for it; but glibc has the
-state of the resolver, of each thread its own, and in it how long to wait before asking again: one
-second is the least. (With no name server at all torch would print a warning each time.)
-
-A server is spared the question by a listening socket that is IPv4 only (`master_listen_fd`).
+Torch looks up the names of both ends of each store connection, only to be able to print them. Where
+the addresses are IPv4 mapped into IPv6, /etc/hosts does not answer and the question goes out; a name
+server that is slow, or loses one packet in a thousand, then makes a connection of 1 ms take 5 s
+(seen: one start of a generation in 25). Torch has no switch for it. But in glibc each thread has a
+resolver state of its own: without a name server in it such a question ends at once. (Torch then logs
+a warning that it has no name to print; the launcher sets TORCH_CPP_LOG_LEVEL=ERROR unless the user
+has set it.)
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any
 _RES_INIT = 1
 _MAX_RETRANS_S = 30  # RES_MAXRETRANS of resolv.h
 _MAX_TRIES = 5  # RES_MAXRETRY
+_MAX_SERVERS = 3  # MAXNS
 
 
 class _State(ctypes.Structure):
@@ -30,25 +30,26 @@ class _State(ctypes.Structure):
         ("retrans", ctypes.c_int),
         ("retry", ctypes.c_int),
         ("options", ctypes.c_ulong),
+        ("nscount", ctypes.c_int),
     )
 
 
 @contextlib.contextmanager
-def impatient_resolver() -> Iterator[None]:
-    """In this thread, an unanswered DNS question is asked again after one second, once.
+def without_name_servers() -> Iterator[None]:
+    """In this thread, names and addresses come from /etc/hosts alone.
 
-    With another C library nothing is changed.
+    With another C library nothing is changed. Only for connections whose address is a number.
     """
     state = _state_of_thread()
     if state is None:
         yield
         return
-    before = state.retrans, state.retry
-    state.retrans, state.retry = 1, 2
+    before = state.nscount
+    state.nscount = 0
     try:
         yield
     finally:
-        state.retrans, state.retry = before
+        state.nscount = before
 
 
 @functools.cache
@@ -73,5 +74,6 @@ def _state_of_thread() -> _State | None:
         state.options & _RES_INIT
         and 0 < state.retrans <= _MAX_RETRANS_S
         and 0 < state.retry <= _MAX_TRIES
+        and 0 <= state.nscount <= _MAX_SERVERS
     )
     return state if looks_right else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import gc
 import importlib.util
 import math
 import os
@@ -34,11 +35,19 @@ T = TypeVar("T")
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code; in a worker, that of the user's script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Before torch is imported, which reads it: each abort would make it print pages of C++ stacks.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Imports make a million objects that stay, and nothing to collect; looking for it would be a
+    # fifth of their time. Zygote and agent go on collecting when they have imported everything.
+    gc.disable()
     try:
         with _single_threaded_blas():
             options = parse(arguments)
-    except ConfigError as error:
-        return _fail(error)
+    except BaseException as error:
+        gc.enable()
+        if isinstance(error, ConfigError):
+            return _fail(error)
+        raise
     from resilient_run import bootstrap, zygote
 
     started = zygote.start(options.launch)
@@ -51,6 +60,8 @@ def _run_agent(options: Any, zygote_pid: int, channel: socket.socket) -> int:
     from resilient_run.agent import Agent
     from resilient_run.workers import ZygoteChannel
 
+    gc.freeze()  # no collection of what was imported, a tenth of a second, in the middle of a fault
+    gc.enable()
     try:
         return Agent(options, ZygoteChannel(zygote_pid, channel)).run()
     except ConfigError as error:

@@ -9,11 +9,13 @@ A store's server is a thread: the zygote must have been forked before.
 
 from __future__ import annotations
 
+import socket
 import threading
 from datetime import timedelta
 from typing import Any
 
 from resilient.errors import ConfigError
+from resilient.resolver import without_name_servers
 
 
 class Stores:
@@ -39,20 +41,24 @@ class Stores:
 
         port, self._first_port = self._first_port, 0
         try:
+            # A listening socket of our own: on this address alone, and IPv4, so that torch does not
+            # ask a name server who its peers are (see resilient.resolver).
+            listening = socket.create_server((self._host, port), backlog=2048)
+        except OSError as error:
+            raise ConfigError(
+                f"--master-port {port} cannot be used ({error.strerror}): give another one, or none"
+                if port
+                else f"no port can be opened on {self._host}: {error.strerror}"
+            ) from None
+        with without_name_servers():
             store = TCPStore(
                 self._host,
-                port,
+                listening.getsockname()[1],
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=60),
+                master_listen_fd=listening.detach(),
             )
-        except RuntimeError as error:
-            if port:
-                raise ConfigError(
-                    f"--master-port {port} cannot be used ({str(error).splitlines()[0]}): "
-                    "give another one, or none"
-                ) from None
-            raise
         self._stores[generation] = store
         return self._host, store.port
 

@@ -230,12 +230,15 @@ class _Zygote:
 
     def warm_up(self) -> bool:
         """Imports; tells the agent the outcome. False: no worker can be forked from here."""
+        gc.disable()
         try:
             if self.launch.forks:
                 self._import_all()
         except ConfigError as error:
             self.channel.send(encode(Warm(error=str(error))))
             return False
+        finally:
+            gc.enable()
         gc.collect()
         gc.freeze()  # else the first collection in each worker copies every page it inherited
         if self.launch.forks:

@@ -44,8 +44,7 @@ class Move:
         self.effects.extend(effects)
 
     def why(self, reason: str) -> None:
-        if reason not in self.reasons:
-            self.reasons.append(reason)
+        self.reasons.append(reason)
 
     def enter(self, phase: Phase, timeout_s: float | None = None) -> None:
         deadline_s = None if timeout_s is None else self.now_s + timeout_s

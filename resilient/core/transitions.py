@@ -162,6 +162,7 @@ def _enforce(move: Move, inside: list[Worker]) -> None:
         move.enter(Phase.STOPPING, config.last_holder_timeout_s)
         move.why("the last ranks to hold the state get more time")
         return
+    move.do(ev.DumpStacks(tuple(inside)))
     for worker in inside:
         kill_hung(move, worker, "did not leave its generation in time")
     move.enter(Phase.STOPPING, config.kill_timeout_s)

@@ -23,8 +23,8 @@ from resilient.errors import CheckpointMissing, ConfigError
 from resilient.page import Page
 from resilient.state import transfer
 from resilient.state.encoding import Node
+from resilient.state.generators import Generators
 from resilient.state.objects import Inventory
-from resilient.state.rng import RandomState, seed_all
 from resilient.state.snapshot import AlternatingCopies, Copies, Image, Tensors, versions_of
 
 STEPS_WITH_UNDO = 2
@@ -82,7 +82,7 @@ class Protected:
         self.checkpoint_directory = checkpoint_directory
         self._checkpoints: Any = None  # disk.Checkpoints, from the first one that is written
         self._note = note or (lambda line: None)
-        self._random = RandomState()
+        self._generators = Generators(page, self._note)
         self._inventory: Inventory | None = None
         self._group: Callable[[], Any] = _no_group  # weak: it must not outlive its generation
         self._rank = 0
@@ -92,8 +92,6 @@ class Protected:
         self._live: _Big | None = None
         self._undo: _Big | None = None
         self._small: dict[int, _Small] = {}
-        self._rng: dict[int, bytes] = {}
-        self._kept: tuple[int, bytes] | None = None
         self._dirty = False
         # of this entry
         self._num_stepped = 0
@@ -147,7 +145,7 @@ class Protected:
         else:
             self._receive(inventory, cut, group)
         if cut.kind is CutKind.MEMORY:
-            self._restore_rng(cut.step, predecessor)
+            self._generators.restore(cut.step, rank, predecessor)
             if self.checkpoint_directory is not None:
                 _disk().forget_rng(self.checkpoint_directory, rank, cut.step)
         self._adopt(inventory, cut.step)
@@ -188,11 +186,7 @@ class Protected:
         image, rng = disk.load(self.checkpoint_directory, step, self._rank)
         inventory.restore(image)
         self._clear_pending()
-        if rng is None:
-            self._seed(step)
-        else:
-            self._rng[step] = rng
-            self._random.write(rng)
+        self._generators.adopt(step, self._rank, rng)
 
     def _clear_pending(self) -> None:
         if self.checkpoint_directory is None or self._rank != 0:
@@ -226,27 +220,11 @@ class Protected:
         image = transfer.receive(source, memory, group, self._progress)
         inventory.restore(image)
 
-    def _restore_rng(self, step: int, predecessor: Page | None) -> None:
-        rng = self._rng.get(step)
-        if rng is None and predecessor is not None:
-            rng = predecessor.kept(step)
-        if rng is None:
-            self._seed(step)
-        else:
-            self._random.write(rng)
-
-    def _seed(self, step: int) -> None:
-        seed_all(self._rank, step)
-        self._note(
-            f"rank {self._rank}: nobody holds its random number generators at step {step}; "
-            "they are seeded from rank and step"
-        )
-
     def rewind_rng(self) -> None:
         """Sets the generators to the committed step again, when the first batch is asked for:
         what main() drew between protect() and its loop it had not drawn in an unbroken run."""
-        if self._live is not None and self._num_commits == 0 and self._live.step in self._rng:
-            self._random.write(self._rng[self._live.step])
+        if self._live is not None and self._num_commits == 0:
+            self._generators.rewind(self._live.step)
 
     def _adopt(self, inventory: Inventory, step: int) -> None:
         """The objects hold that step now: watch them."""
@@ -261,9 +239,9 @@ class Protected:
                 "several optimizers are protected: their state is copied before the first one "
                 f"steps, {self._num_big_bytes(inventory) / 2**20:.1f} MiB a step"
             )
-        for steps in (self._small, self._rng):
-            for old in [other for other in steps if not step - 1 <= other <= step]:
-                del steps[old]
+        for old in [other for other in self._small if not step - 1 <= other <= step]:
+            del self._small[old]
+        self._generators.forget(step - 1, step)
         self._record(step)
         self._num_commits = 0
 
@@ -316,14 +294,8 @@ class Protected:
         self._undo = _Big(live.step, {**parameters, **still}, states, watched, versions_of(watched))
 
     def tentative(self, step: int) -> None:
-        """Keeps the generators as they will be at `step` committed steps.
-
-        Called just before the last gradients of the step leave: from then on another rank may
-        commit it, and this one, if it is killed, must come back with its own generators.
-        """
-        rng = self._random.read()
-        self._rng[step] = rng
-        self._keep(step, rng)
+        """The last gradients of a step are about to leave: others may commit it from now on."""
+        self._generators.keep(step)
 
     def commit(self, step: int) -> None:
         """The state is that of `step` committed steps.
@@ -373,13 +345,10 @@ class Protected:
         parameters, states, tensors = self._read_big(inventory, tree)
         buffers = inventory.read_buffers()
         copies = self._buffer_copies.take(buffers, inventory.always) if buffers else {}
-        rng = self._random.read()
-        if self._kept != (step, rng):
-            self._keep(step, rng)
+        self._generators.keep(step)
+        self._generators.by_step.pop(step - 2, None)
         self._small[step] = _Small(tree, copies, others)
-        self._rng[step] = rng
         self._small.pop(step - 2, None)
-        self._rng.pop(step - 2, None)
         self._live = _Big(step, parameters, states, tensors, versions_of(tensors))
         self._dirty = False
         self._num_stepped = 0
@@ -400,11 +369,6 @@ class Protected:
             self._big_cache = (inventory.parameters, states, tensors)
             self._big_sources = sources
         return self._big_cache
-
-    def _keep(self, step: int, rng: bytes) -> None:
-        if self.page is not None:
-            self.page.keep(step, rng)
-        self._kept = (step, rng)
 
     def _scalers_moved(self) -> bool:
         inventory = self._inventory
@@ -439,21 +403,9 @@ class Protected:
         if undo is not None and undo.step not in steps and self._held(undo.step) is undo:
             found.append(Holding(undo.step, "undo"))
         if self.checkpoint_directory is not None and found:
-            self._leave_rng()
+            self._generators.leave(_disk(), self.checkpoint_directory, self._rank)
         self.release()
         return tuple(found)
-
-    def _leave_rng(self) -> None:
-        """Another rank may be asked to persist a step: it needs every rank's generators."""
-        for step, rng in self._rng.items():
-            try:
-                _disk().write_rng(self.checkpoint_directory, step, self._rank, rng)
-            except OSError as error:
-                if not _disk().is_superseded(self.checkpoint_directory, step):
-                    self._note(
-                        f"rank {self._rank} cannot write to the checkpoint directory: {error}"
-                    )
-                return
 
     def _image(self, step: int) -> Image:
         big = self._held(step)
@@ -488,13 +440,14 @@ class Protected:
                     self._note(f"checkpoint of step {step} is skipped: the last is still written")
                     return
                 image = self._image(step).on_cpu()
-            self._checkpoints.start(step, self._rank, self._world_size, self._rng[step], image)
+            rng = self._generators.by_step[step]
+            self._checkpoints.start(step, self._rank, self._world_size, rng, image)
             return
         self._checkpoints.enter()
         self._checkpoints.wait_idle()
         if disk.newest_complete(directory) != step:
-            if step in self._rng:
-                disk.write_rng(directory, step, self._rank, self._rng[step])
+            if step in self._generators.by_step:
+                disk.write_rng(directory, step, self._rank, self._generators.by_step[step])
             self._checkpoints.finish(self._image(step), self._world_size)
 
     def _progress(self) -> None:

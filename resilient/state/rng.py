@@ -1,12 +1,12 @@
 """The random number generators of this process: Python's, numpy's, torch's, the device's.
 
-Reading them is most of what a healthy step costs (Python's takes 10 us as a tuple, numpy's 50 us),
-and most steps leave most of them alone. So a few words of the memory behind Python's and numpy's
-generator are compared with what they were, which takes under 1 us, and only a generator that moved
-is read again, through its public call. The words are the position, which every draw moves, and
-eight of the 624 of the Mersenne twister, which differ when the position has gone round or a seed
-was set (word 0 does not: a seed makes it a constant). The comparison is tried on private
-generators first; where it cannot be trusted the public call is made each time.
+Reading them would be most of what a healthy step costs (Python's takes 10 us as a tuple, numpy's
+50 us), and most steps leave most of them alone. So a few words of the memory behind each generator
+are compared with what they were, which takes under 1 us, and only a generator that moved is read
+again, through its public call. The words are the position, which every draw moves, the spare
+Gaussian, and eight of the 624 of the Mersenne twister, which differ when the position has gone
+round or a seed was set (word 0 does not: a seed makes it a constant). The comparison is tried on
+private generators first; where it cannot be trusted the public call is made each time.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import array
 import ctypes
 import hashlib
 import random
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +166,80 @@ class _Numpy:
         numpy.random.set_state((name, words, position, has_gauss, gauss))
 
 
+class _Torch:
+    """torch's generator of the CPU."""
+
+    def __init__(self) -> None:
+        self._generator = torch.default_generator
+        offset = self._trusted_offset()
+        self._views = None if offset is None else self._view_all(self._generator, offset)
+        if self._views and self._views[0][:8] != struct.pack("<Q", self._generator.initial_seed()):
+            self._views = None
+        self._seen: tuple[bytes, ...] | None = None
+        self._value = b""
+
+    def read(self) -> bytes:
+        views = self._views
+        seen = None if views is None else tuple(map(bytes, views))
+        if seen is None or seen != self._seen:
+            state = self._generator.get_state()
+            value = ctypes.string_at(state.data_ptr(), state.numel())
+            if value != self._value:  # the same seed set again moves what nobody sees
+                self._value = value
+            self._seen = seen
+        return self._value
+
+    @staticmethod
+    def _view_all(generator: Any, offset: int) -> tuple[memoryview, ...]:
+        """What a draw changes: CPUGeneratorImpl holds a mt19937 (seed, 32-bit left and next, 624
+        words) and behind it a spare Gaussian of each precision."""
+        start = generator._cdata + offset
+        end = start + _TORCH_HEAD_BYTES + 624 * 4
+        return _view(start, _TORCH_HEAD_BYTES + 4 * _NUM_WORDS), _view(end, _TORCH_TAIL_BYTES)
+
+    @classmethod
+    def _trusted_offset(cls) -> int | None:
+        """Where the mt19937 is in the object; None unless each draw changes what is viewed, and
+        nothing else does."""
+        trial: Any = torch.Generator()  # _cdata is not in its stub
+        seed = 0x1E57_5EED_0FF5_E7E5  # stands nowhere else in the object
+        trial.manual_seed(seed)
+        # In front of it is the base class; the object is larger than the 2,500 bytes of the words.
+        offset = ctypes.string_at(trial._cdata, 256).find(struct.pack("<Q", seed))
+        if offset < 0:
+            return None
+        views = cls._view_all(trial, offset)
+        if views[0][8:12] != struct.pack("<i", 1):
+            return None
+        seen = tuple(map(bytes, views))
+        if tuple(map(bytes, views)) != seen:
+            return None
+        draws = (
+            lambda: torch.rand(1, generator=trial),
+            # every second one only hands out the spare one
+            *[lambda: torch.randn(1, generator=trial)] * 3,
+            *[lambda: torch.randn(1, generator=trial, dtype=torch.float64)] * 3,
+            lambda: torch.rand(624, generator=trial),
+            lambda: torch.randperm(624 * 3, generator=trial),
+            lambda: trial.manual_seed(2),
+        )
+        for draw in draws:
+            draw()
+            now = tuple(map(bytes, views))
+            if now == seen:
+                return None
+            seen = now
+        return offset
+
+    @staticmethod
+    def write(data: bytes) -> None:
+        torch.set_rng_state(_as_tensor(data))
+
+
+_TORCH_HEAD_BYTES = 20  # seed, left, whether it is seeded, next
+_TORCH_TAIL_BYTES = 24  # std::optional<float>, std::optional<double>
+
+
 class RandomState:
     """Reads all generators of this process into bytes, and writes them back.
 
@@ -174,7 +249,7 @@ class RandomState:
     def __init__(self) -> None:
         self._python = _Python()
         self._numpy = _Numpy()
-        self._torch = b""
+        self._torch = _Torch()
         self._parts: tuple[Any, ...] = (None, None, b"", b"")
         self._bytes = b""
         self._read_device = _device_reader()
@@ -184,17 +259,11 @@ class RandomState:
 
         numpy's only if numpy.random was imported, the current device's only if it was initialised.
         """
-        state = torch.default_generator.get_state()
-        now = ctypes.string_at(state.data_ptr(), _TORCH_BYTES)
-        python, numpy, device = self._python.read(), self._numpy.read(), self._read_device()
-        if (
-            now != self._torch
-            or python is not self._parts[0]
-            or numpy is not self._parts[1]
-            or device != self._parts[3]
-        ):
-            self._torch = now
-            self._parts = (python, numpy, now, device)
+        old = self._parts
+        python, numpy, cpu = self._python.read(), self._numpy.read(), self._torch.read()
+        device = self._read_device()
+        if python is not old[0] or numpy is not old[1] or cpu is not old[2] or device != old[3]:
+            self._parts = (python, numpy, cpu, device)
             self._bytes = encode(list(self._parts))
         return self._bytes
 
@@ -208,7 +277,7 @@ class RandomState:
         _Python.write(python)
         if numpy is not None:
             _Numpy.write(numpy)
-        torch.set_rng_state(_as_tensor(torch_state))
+        _Torch.write(torch_state)
         module = _device_module()
         if device and module is not None:
             module.set_rng_state(_as_tensor(device))
@@ -223,9 +292,6 @@ def seed_all(rank: int, step: int) -> None:
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         numpy.seed(seed & 0xFFFFFFFF)
-
-
-_TORCH_BYTES = torch.default_generator.get_state().numel()
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

@@ -8,8 +8,9 @@ tensors, which their version counters prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from resilient.state.encoding import Node
 SECTIONS = ("parameters", "buffers", "states", "others")
 
 Tensors = dict[str, Tensor]
+
+_version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 @dataclass
@@ -64,7 +67,7 @@ def clone_all(tensors: Tensors, device: str | None = None) -> Tensors:
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Autograd's counters of in-place writes. Fused optimizers do not move them: hooks say that."""
-    return [tensor._version for tensor in tensors]
+    return list(map(_version_of, tensors))
 
 
 class Copies:

@@ -115,6 +115,13 @@ class Batches:
         self._hooks = job_hooks
         self._dealing = Dealing(self.deal, rank, world_size, shuffle, seed)
         self._consumed = 0
+        self._fingerprint = {
+            "num_samples": num_samples,
+            "global_batch_size": global_batch_size,
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
         self._check_interrupted = check_interrupted or getattr(job_hooks, "check_interrupted", None)
         self._handed_out: Callable[[], None] | None = getattr(job_hooks, "handed_out", None)
         self._begin_parts: Callable[[int, int], None] | None
@@ -147,7 +154,7 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """consumed, the global batches handed out; the rest says of what."""
-        return {"consumed": self._consumed, **self._fingerprint()}
+        return {"consumed": self._consumed, **self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to where that state was.
@@ -155,7 +162,7 @@ class Batches:
         Raises:
             ConfigError: it is of other data, or of another order; says what differs.
         """
-        mine = self._fingerprint()
+        mine = self._fingerprint
         theirs = {name: state.get(name) for name in mine}
         if mine != theirs:
             changed = ", ".join(
@@ -168,15 +175,6 @@ class Batches:
                 "skipped or repeated. Use the same values, or start without the old state"
             )
         self._consumed = int(state["consumed"])
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {
-            "num_samples": self.deal.num_samples,
-            "global_batch_size": self.deal.global_batch_size,
-            "seed": self._dealing.seed,
-            "shuffle": self._dealing.shuffle,
-            "drop_last": self.deal.drop_last,
-        }
 
     # ------------------------------------------------------------ parts
 

@@ -1,11 +1,12 @@
 """The exchanges of one generation, told together about the parts of each batch.
 
-The one idea is rank 0's word. In an *uneven* batch (the short one at the end of an epoch, or a world larger than the number of
-parts) some ranks have no part: their loop over the parts is empty, so they cannot know which
-modules the others' backwards reach, nor in which order. There rank 0, which always has a part,
-announces each exchange before it is made and the end of the loop after the last; ranks without
-a part follow, with zeros, where their loop would have been. So the gradients are there before
-anything that comes after the loop (clipping, say) looks at them.
+The one idea: where a rank cannot know what to do, rank 0 says it. In an *uneven* batch (the short
+one at the end of an epoch, or a world larger than the number of parts) some ranks have no part:
+their loop over the parts is empty, so they cannot know which modules the others' backwards reach,
+nor in which order. Rank 0, which always has a part, announces each exchange before it is made and
+the end of the loop after the last; ranks without a part follow, with zeros, where their loop would
+have been. So the gradients are there before anything that comes after the loop (clipping, say)
+looks at them.
 """
 
 from __future__ import annotations

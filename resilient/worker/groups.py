@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from resilient.resolver import impatient_resolver
+from resilient.resolver import without_name_servers
 from resilient.worker.mesh import poison_meshes, watch_meshes
 
 _CONNECT_TRY_S = 5.0
@@ -64,7 +64,7 @@ def connect(host: str, port: int, check: Callable[[], None]) -> dist.TCPStore:
     deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
     while True:
         try:
-            with impatient_resolver():
+            with without_name_servers():
                 store = dist.TCPStore(
                     host,
                     port,
@@ -149,7 +149,7 @@ def leave() -> None:
             pass  # half-made or broken groups may refuse an orderly end
     _forget_groups()
     if doomed:
-        # A group waits in its destructor for its threads. Should one be stuck in there, then not us.
+        # A group waits in its destructor for its threads; should one be stuck, we need not be.
         undertaker = threading.Thread(target=doomed.clear, name="resilient-undertaker", daemon=True)
         undertaker.start()
         undertaker.join(_DESTROY_TIMEOUT_S)

@@ -31,6 +31,9 @@ _SEVER_EVERY_S = 0.003
 _KNOCK_AFTER = 5
 """Rounds of severing after which a thread that is still inside is taken to be in group creation."""
 _KNOCKS_A_ROUND = 64
+_PROVOKE_AFTER = 6
+_PROVOKE_EVERY = 64
+"""Rounds, likewise, for a thread that waits for an operation which gloo has lost."""
 _AGENT_LOST_EXIT_CODE = 70
 _RECEIVE_BYTES = 256 * 1024
 
@@ -217,5 +220,7 @@ class AgentLink:
                 knocks = range(first, first + min(_KNOCKS_A_ROUND, 4 * self._world_size))
             self._num_rounds += 1
             self._severed.sever_gloo(knocks)
+            if self._num_rounds % _PROVOKE_EVERY == _PROVOKE_AFTER:
+                self._severed.provoke()
             if self._store_port:
                 sever.sever_store(self._store_port)

@@ -10,7 +10,7 @@ says on which epoll it waits, and what that watches. The store client's connecti
 peer has the store's port. The user's own sockets are never touched, nor is a listening one (gloo
 would terminate the process).
 
-Two things that gloo cannot stand are avoided:
+Three things that gloo cannot stand are dealt with:
 
 * A write that fails in its own thread, in answer to a message that was still in the queue, loses
   the operation it was for, and whoever waits for that is never told. So only the reading half is
@@ -20,6 +20,11 @@ Two things that gloo cannot stand are avoided:
   just then, for five times the group's timeout; there is no socket to shut down. Then we knock:
   connect to our own gloo listener as that peer would (it sends the pair's number, eight bytes), and
   hang up.
+* With two operations in flight, the one that fails first takes its memory along, and the message
+  that was just arriving for it is never read to its end: the connection stands still, its end goes
+  unnoticed, and the second operation waits on it for the group's timeout (seen: one sever in 50).
+  Only a write finds out. So where a thread does not come out, the writing half is shut down too,
+  and each group is *provoked*: it is told to send a byte to each peer, fails, and tells everyone.
 """
 
 from __future__ import annotations
@@ -28,6 +33,10 @@ import os
 import socket
 import struct
 import time
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
 
 _LOOP_THREAD_NAME = "gloo_tcp_loop"
 _KNOCK_TIMEOUT_S = 0.1
@@ -38,6 +47,7 @@ class Severed:
 
     def __init__(self) -> None:
         self._held: dict[int, socket.socket] = {}  # by inode
+        self._provocations: list[Any] = []
 
     def sever_gloo(self, knocks: range = range(0)) -> int:
         """Shuts down every connected gloo socket of this process.
@@ -67,8 +77,23 @@ class Severed:
                 num_new += 1
         return num_new
 
+    def provoke(self) -> None:
+        """Has every gloo group notice that its connections are gone, by writing to each peer."""
+        for sock in self._held.values():
+            _shut_down(sock, socket.SHUT_RDWR)
+        byte = torch.zeros(1, dtype=torch.uint8)
+        for group in list(distributed_c10d._world.pg_map):
+            for peer in range(group.size()):
+                if peer == group.rank():
+                    continue
+                try:
+                    self._provocations.append((group.send([byte], peer, 0), byte))
+                except RuntimeError:  # it knows already
+                    pass
+
     def release(self) -> None:
         """Closes them: nobody waits for any of their peers any more."""
+        self._provocations.clear()
         while self._held:
             self._held.popitem()[1].close()
 
@@ -106,7 +131,10 @@ def _gloo_fds() -> list[tuple[int, int]]:
     Returns (descriptor, inode) of each.
     """
     fds: list[tuple[int, int]] = []
-    for task in os.listdir("/proc/self/task"):
+    tasks = os.listdir("/proc/self/task")
+    for ended in _known_epolls.keys() - set(tasks):
+        _known_epolls.pop(ended, None)
+    for task in tasks:
         try:
             if _read(f"/proc/self/task/{task}/comm").strip() != _LOOP_THREAD_NAME:
                 continue
@@ -122,14 +150,19 @@ def _gloo_fds() -> list[tuple[int, int]]:
     return fds
 
 
+_known_epolls: dict[str, int] = {}
+"""By thread, as last seen: one that never comes to rest in epoll_wait cannot be asked."""
+
+
 def _epoll_of(task: str) -> int | None:
-    """The descriptor that a thread in epoll_wait waits on; None if it never is in a system call."""
-    for _ in range(50):
+    """The descriptor that a thread in epoll_wait waits on; None if it was never seen to wait."""
+    for _ in range(3 if task in _known_epolls else 50):
         words = _read(f"/proc/self/task/{task}/syscall").split()
         if len(words) > 1 and words[0] != "-1":
-            return int(words[1], 16)
+            _known_epolls[task] = int(words[1], 16)
+            break
         time.sleep(0.0005)  # "running": between two waits
-    return None
+    return _known_epolls.get(task)
 
 
 def _duplicate(fd: int, inode: int) -> socket.socket | None:

@@ -78,6 +78,14 @@ def _hasty(move: Move) -> None:
         transitions._decide(move)
 
 
+_decide = transitions._decide
+
+
+def _decide_aloud(move: Move) -> None:
+    move.why(policy.judge(move.state).reason)
+    _decide(move)
+
+
 def _all_spares_ready(extra: Any, slot: Any, *, ready: bool) -> Any:
     return next((w for w in list(extra) if extra.pop(w)), None)
 
@@ -91,6 +99,7 @@ def _no_check(move: Move, generation: int) -> bool:
     [
         (transitions, "find_cut", _oldest_cut),
         (transitions, "_enforce", _no_killing),
+        (transitions, "_decide", _decide_aloud),
         (Move, "enter", _no_deadline),
         (policy, "_dense", _holes),
         (policy, "_take", _all_spares_ready),

@@ -153,6 +153,8 @@ class Walk:
     def _check(self, old_plan: Plan | None, decision: ev.Decision) -> None:
         state = decision.state
         assert decision.wake_s is None or decision.wake_s > self.now_s, "it would spin"
+        said = decision.reason.split("; ")
+        assert len(set(said)) == len(said), f"said twice: {decision.reason}"
         if state.phase in (Phase.STOPPING, Phase.COLLECTING):
             assert decision.wake_s is not None, "waits without a bound"
         if state.phase is Phase.CLOSED and not state.finished and state.outcome is not None:

@@ -58,6 +58,7 @@ def serve(channel: socket.socket) -> list[str] | None:
 
 if __name__ == "__main__":
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch._dynamo
     import torch.distributed.run  # noqa: F401
 

@@ -52,7 +52,8 @@ def test_one_rank_fails_once(launch, unbroken, fault, rank):
     if kind == "raise":  # the same process enters again
         assert len(run.effects("StartWorker")) == 5
     survivors = run.effects("AbortGeneration")[0]["workers"]
-    assert len(survivors) == (3 if kind in ("kill", "segv", "exit", "raise") else 4)
+    comes_out = kind in ("hang-in-python", "hang-holding-the-GIL")  # or is given the time to
+    assert len(survivors) == (4 if comes_out else 3)
 
 
 @pytest.mark.parametrize("step", [0, 39])

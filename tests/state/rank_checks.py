@@ -325,7 +325,7 @@ def generators_come_late(rank: int, world_size: int, directory: Path) -> None:
     os.replace = late
     for step in (1, 2):
         _step(objects, protected, step, world_size)
-    mine = protected._rng[2]
+    mine = protected._generators.by_step[2]
     protected.persist(2, str(target))
     _wait(lambda: rank != 1 or began, "the thread that writes to begin")
     protected.holdings()

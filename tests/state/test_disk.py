@@ -386,7 +386,7 @@ def test_persist_when_asked(tmp_path):
         objects = begin(late, Cut(CutKind.DISK, 3), rank, 2)
         assert bits(objects) == expected
         assert torch.initial_seed() is not None
-        assert late._rng[3] == ranks[rank]._rng[3]
+        assert late._generators.by_step[3] == ranks[rank]._generators.by_step[3]
     assert notes == []
     late = Protected(checkpoint_directory=str(tmp_path), note=notes.append)
     begin(late, Cut(CutKind.DISK, 3), 2, 3)

@@ -607,7 +607,7 @@ def test_generators_of_a_predecessor():
     protected = Protected(page)
     run = Run(protected, BUILDS["SGD"]).train(3)
     run.half_step()  # tentative(4) was kept
-    expected = {3: protected._rng[3], 4: protected._rng[4]}
+    expected = {step: protected._generators.by_step[step] for step in (3, 4)}
     for step in (3, 4):
         assert page.kept(step) == expected[step]
     state = Run(protected, BUILDS["SGD"]).objects
@@ -615,12 +615,12 @@ def test_generators_of_a_predecessor():
     for step in (3, 4):
         torch.manual_seed(99)
         successor = Protected()
-        successor._restore_rng(step, page)
+        successor._generators.restore(step, 0, page)
         expected_torch = bytearray(torch_part(expected[step]))
         assert bytearray(torch.get_rng_state().numpy()) == expected_torch
     assert state
     notes = []
-    Protected(note=notes.append)._restore_rng(77, page)
+    Protected(note=notes.append)._generators.restore(77, 0, page)
     assert len(notes) == 1 and "seeded" in notes[0]
     page.close()
 

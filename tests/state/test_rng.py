@@ -61,6 +61,13 @@ def test_the_same_object_while_nothing_is_drawn():
         lambda: torch.rand(()),
         lambda: torch.manual_seed(3),
         lambda: torch.randperm(5),
+        lambda: torch.randn(()),
+        lambda: torch.randn((), dtype=torch.float64),
+        lambda: torch.normal(torch.zeros(1)),
+        lambda: torch.rand(624),  # the position is where it was
+        lambda: torch.rand(624 * 10),
+        lambda: torch.nn.functional.dropout(torch.ones(100)),
+        lambda: torch.set_rng_state(torch.Generator().manual_seed(9).get_state()),
     ],
 )
 def test_every_draw_is_seen(draw):
@@ -89,10 +96,24 @@ def test_many_draws_against_reading_anew():
         assert state.read() == RandomState().read()
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 624, 2**63])
+def test_whatever_the_seed_was(seed):
+    """A small seed's bytes stand elsewhere in the generator too."""
+    torch.manual_seed(seed)
+    state = RandomState()
+    for _ in range(5):
+        before = state.read()
+        torch.rand(1)
+        assert state.read() != before
+        state.write(before)
+        assert state.read() == before == RandomState().read()
+
+
 def test_the_quick_comparison_is_in_use():
     state = RandomState()
     state.read()
     assert state._python._view is not None and state._numpy._views is not None
+    assert state._torch._views is not None
 
 
 def test_another_numpy_generator():

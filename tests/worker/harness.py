@@ -27,9 +27,10 @@ from typing import Any
 from resilient import wire
 from resilient.core.model import Cut, CutKind
 from resilient.page import Page
-from resilient.resolver import impatient_resolver
+from resilient.resolver import without_name_servers
 
 WAIT_S = 30.0
+IMPORT_S = 100.0
 STACKS_SIGNAL = signal.SIGRTMIN + 4
 BEGINNING = Cut(CutKind.INITIAL, 0)
 
@@ -86,6 +87,9 @@ class Zygote:
             env=environment,
         )
         theirs.close()
+        self.socket.settimeout(IMPORT_S)  # on a busy machine importing torch takes its time
+        assert self.socket.recv(16) == b"ready", "the zygote ended while it imported torch"
+        self.socket.settimeout(None)
 
     def fork(self, script: Path, environment: dict[str, str], fds: list[int]) -> None:
         request = {"script": str(script), "environment": environment}
@@ -152,7 +156,7 @@ class Agent:
 
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         port = listener.getsockname()[1]
-        with impatient_resolver():
+        with without_name_servers():
             store = dist.TCPStore(
                 "127.0.0.1",
                 port,
@@ -292,6 +296,7 @@ def _zygote(socket_fd: int) -> None:
     torch.set_num_threads(1)
     assert threading.active_count() == 1
     link = socket.socket(fileno=socket_fd)
+    link.send(b"ready")
     children: set[int] = set()
     while True:
         ready, _, _ = select.select([link], [], [], 0.01)
