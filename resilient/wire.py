@@ -34,7 +34,6 @@ class Ready(Message, frozen=True):
     """At the decorator, never entered. persisted_step: newest complete checkpoint on disk."""
 
     persisted_step: int | None = None
-    exact: bool = False
 
 
 class Joined(Message, frozen=True):
@@ -92,13 +91,12 @@ class DrainRequest(Message, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """Enter this generation.
+    """Enter this generation. Where the rank had another process, that one's page is attached as a
+    file descriptor: the rank's own RNG state is in it.
 
     Attributes:
         environment: what os.environ is to say before the entry (RANK, MASTER_ADDR, ...).
         cut: where it resumes and which ranks hold that.
-        has_predecessor_page: the page of the process that held this rank before is attached as a
-            file descriptor (the rank's own RNG state is in it).
         drills: `--inject` faults that are still to happen.
     """
 
@@ -110,7 +108,6 @@ class Start(Message, frozen=True):
     store_port: int
     cut: Cut
     environment: dict[str, str]
-    has_predecessor_page: bool = False
     drills: tuple[str, ...] = ()
 
 

@@ -319,7 +319,6 @@ class Agent:
                 environment=environment.of_member(
                     self.options, plan, member, self.state.num_restarts
                 ),
-                has_predecessor_page=page is not None,
                 drills=drills,
             )
             self._send(member.worker, start, () if page is None else (page.fd,))
@@ -460,6 +459,10 @@ class Agent:
                 self._on_message(process, message)
         except wire.WireError as error:
             self.console.say(f"worker {process.worker.number}: {error}")
+        except ConnectionError:
+            self._lose_zygote()
+        if process.is_silent:  # else the loop would call this again and again until it is reaped
+            self.loop.remove_reader(process.socket)
 
     def _on_message(self, process: WorkerProcess, message: wire.FromWorker) -> None:
         worker = process.worker

@@ -23,6 +23,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 from resilient.errors import ConfigError
@@ -238,6 +239,8 @@ def make_options(args: argparse.Namespace, argv: tuple[str, ...] = ()) -> Any:
             "--nproc-per-node gives"
         )
     limits, detect_hangs = _make_limits(args)
+    if limits.hang_timeout_s is not None:
+        config = replace(config, last_holder_timeout_s=limits.hang_timeout_s)
     if args.checkpoint_every and not args.checkpoint_dir:
         raise ConfigError("--checkpoint-every needs --checkpoint-dir")
     if args.checkpoint_every < 0:
@@ -450,6 +453,8 @@ def _check_drills(specs: Sequence[str], num_slots: int) -> tuple[str, ...]:
     if specs:
         from resilient.core import drills
 
+        if len(specs) > drills.MAX_DRILLS:
+            raise ConfigError(f"--inject is given {len(specs)} times: {drills.MAX_DRILLS} at most")
         for spec in specs:
             drill = drills.parse(spec)
             rank = getattr(drill, "rank", None)

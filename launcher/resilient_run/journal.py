@@ -16,9 +16,8 @@ import msgspec
 from resilient import wire
 from resilient.core.events import Decision, Event
 from resilient.core.model import Config
+from resilient.report.journal import FILE_NAME, VERSION
 
-VERSION = 1
-FILE_NAME = "journal.jsonl"
 _encode = msgspec.json.encode
 
 

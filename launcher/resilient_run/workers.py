@@ -21,6 +21,8 @@ from resilient.page import Page
 from resilient_run import zygote as zg
 from resilient_run.logs import WorkerLogs
 
+SEND_TIMEOUT_S = 5.0
+
 
 @dataclass
 class WorkerProcess:
@@ -31,6 +33,7 @@ class WorkerProcess:
         pid, pidfd: None until the zygote has answered.
         ready: it has reached the decorator.
         observed: it answers to the stacks signal (a command does not).
+        is_silent: its end of the socket is closed (a command never had one): nothing comes.
     """
 
     worker: Worker
@@ -42,6 +45,7 @@ class WorkerProcess:
     pidfd: int | None = None
     ready: bool = False
     observed: bool = True
+    is_silent: bool = False
 
     def send(self, message: wire.Message, fds: tuple[int, ...] = ()) -> bool:
         """False when the worker is gone, or has not read for so long that its socket is full."""
@@ -61,7 +65,10 @@ class WorkerProcess:
             data = self.socket.recv(zg.MAX_DATAGRAM_BYTES)
         except (BlockingIOError, ConnectionResetError):
             return None
-        return wire.decode_from_worker(data) if data else None
+        if not data:
+            self.is_silent = True
+            return None
+        return wire.decode_from_worker(data)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
         """To this process alone; the zygote kills what it leaves behind."""
@@ -89,9 +96,10 @@ class WorkerProcess:
 
 
 class ZygoteChannel:
-    """The agent's end: requests out, replies in. Nothing here blocks.
+    """The agent's end: requests out, replies in. Nothing here blocks but a burst of requests.
 
-    Every method that sends raises ConnectionError when the zygote is gone.
+    Every method that sends raises ConnectionError when the zygote is gone, or takes nothing for
+    SEND_TIMEOUT_S.
     """
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
@@ -134,8 +142,15 @@ class ZygoteChannel:
         self._send(zg.SweepAlways())
 
     def _send(self, request: zg.Request, fds: list[int] | None = None) -> None:
+        data = zg.encode(request)
         try:
-            socket.send_fds(self.socket, [zg.encode(request)], fds or [])
+            try:
+                socket.send_fds(self.socket, [data], fds or [])
+            except BlockingIOError:  # many workers at once: it takes one out in about 10 ms
+                room = select.poll()
+                room.register(self.socket, select.POLLOUT)
+                room.poll(1000 * SEND_TIMEOUT_S)
+                socket.send_fds(self.socket, [data], fds or [])
         except OSError as error:
             raise ConnectionError(f"the zygote does not listen: {error}") from error
 

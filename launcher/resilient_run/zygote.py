@@ -323,7 +323,7 @@ class _Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            self.channel.send(encode(Refused(request.number, str(error))))
+            self._tell(Refused(request.number, str(error)))
             pid = -1
         if pid == 0:
             return self._become_worker(request, fds, mask)
@@ -334,8 +334,14 @@ class _Zygote:
             pidfd = os.pidfd_open(pid)
             self.pids[request.number], self.pidfds[request.number] = pid, pidfd
             self.selector.register(pidfd, selectors.EVENT_READ, request.number)
-            socket.send_fds(self.channel, [encode(Forked(request.number, pid))], [pidfd])
+            self._tell(Forked(request.number, pid), [pidfd])
         return None
+
+    def _tell(self, reply: Reply, fds: Iterable[int] = ()) -> None:
+        try:
+            socket.send_fds(self.channel, [encode(reply)], fds)
+        except ConnectionError:
+            pass  # the agent is gone, which `serve` is about to see: it ends everything in order
 
     def _reap(self, number: int) -> None:
         pid, pidfd = self.pids.pop(number), self.pidfds.pop(number)
@@ -346,7 +352,7 @@ class _Zygote:
             _kill_group(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         os.close(pidfd)
-        self.channel.send(encode(Exited(number, os.waitstatus_to_exitcode(status))))
+        self._tell(Exited(number, os.waitstatus_to_exitcode(status)))
 
     def _end(self) -> None:
         for pid in self.pids.values():
@@ -409,10 +415,10 @@ def _kill_group(pid: int, signum: int) -> None:
     try:
         os.killpg(pid, signum)
     except (ProcessLookupError, PermissionError):
-        # Not its own group yet: it has not come to setsid.
+        # Not its own group yet: it has not come to setsid. Or it is another user's by now (sudo).
         try:
             os.kill(pid, signum)
-        except ProcessLookupError:
+        except (ProcessLookupError, PermissionError):
             pass
 
 

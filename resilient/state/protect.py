@@ -62,8 +62,6 @@ class Protected:
 
     Args:
         page: where the random number generators outlive the process; None: nowhere.
-        on_step: called before each step of a protected optimizer, while the state is clean still
-            (gradients that were not exchanged yet are, here).
         note: is told what a user should know, a line each.
         checkpoint_directory: where a generation resumes from disk, and where the generators are
             left for the rank that persists; may be set later.
@@ -73,12 +71,10 @@ class Protected:
         self,
         page: Page | None = None,
         *,
-        on_step: Callable[[], None] | None = None,
         note: Callable[[str], None] | None = None,
         checkpoint_directory: str | None = None,
     ) -> None:
         self.page = page
-        self.on_step = on_step
         self.checkpoint_directory = checkpoint_directory
         self._checkpoints: Any = None  # disk.Checkpoints, from the first one that is written
         self._note = note or (lambda line: None)
@@ -115,13 +111,11 @@ class Protected:
         world_size: int,
         group: Any = None,
         predecessor: Page | None = None,
-        first: bool = True,
     ) -> int:
         """Makes the objects what the cut says, on every rank of the group.
 
         Args:
             predecessor: page of the process that held this rank before.
-            first: this process enters for the first time; nothing here depends on it today.
         Returns:
             the number of committed steps.
         Raises:
@@ -260,8 +254,6 @@ class Protected:
         return self._num_stepped > 0 or self._scalers_moved()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.on_step is not None:
-            self.on_step()
         if self._dirty:
             return
         # A closure runs backward, and so collectives, between two updates of the parameters.
@@ -344,7 +336,7 @@ class Protected:
         tree, others = inventory.read_small()
         parameters, states, tensors = self._read_big(inventory, tree)
         buffers = inventory.read_buffers()
-        copies = self._buffer_copies.take(buffers, inventory.always) if buffers else {}
+        copies = self._buffer_copies.take(step, buffers, inventory.always) if buffers else {}
         self._generators.keep(step)
         self._generators.by_step.pop(step - 2, None)
         self._small[step] = _Small(tree, copies, others)

@@ -94,8 +94,9 @@ class Copies:
 
 
 class AlternatingCopies:
-    """Copies of the buffers at the last two commits.
+    """Copies of the buffers at the last two commits: memory for even steps, and for odd ones.
 
+    So a step that is recorded again (at an entry) is written over itself, never over the other one.
     A large buffer that nobody writes (a causal mask) is not copied again: its copy is shared by
     both. That rests on the version counter, which the batch norm kernels do not move: `always`
     says which are copied whatever the counter says.
@@ -105,10 +106,9 @@ class AlternatingCopies:
 
     def __init__(self) -> None:
         self._banks = (Copies(), Copies())
-        self._turn = 0
         self._static: dict[str, tuple[Tensor, int, Tensor]] = {}  # tensor, its version, the copy
 
-    def take(self, tensors: Tensors, always: set[str]) -> Tensors:
+    def take(self, step: int, tensors: Tensors, always: set[str]) -> Tensors:
         moving: list[str] = []
         copies: Tensors = {}
         for key, tensor in tensors.items():
@@ -120,7 +120,6 @@ class AlternatingCopies:
                 copy = tensor.detach().clone()
                 self._static[key] = (tensor, tensor._version, copy)
             copies[key] = copy
-        self._turn ^= 1
-        taken = self._banks[self._turn].take([tensors[key] for key in moving])
+        taken = self._banks[step % 2].take([tensors[key] for key in moving])
         copies.update(zip(moving, taken, strict=True))
         return copies

@@ -138,11 +138,11 @@ def check(path: Path, *, thorough: bool = True) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        files = dict(manifest["files"])
+        files = {name: (int(size), int(crc)) for name, (size, crc) in manifest["files"].items()}
         version, step = int(manifest["version"]), int(manifest["step"])
     except OSError as error:
         raise CheckpointCorrupt(f"no {MANIFEST} ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointCorrupt(f"{MANIFEST} cannot be read ({error!r})") from None
     if version != FORMAT_VERSION:
         raise CheckpointCorrupt(f"format version {version}, this release reads {FORMAT_VERSION}")

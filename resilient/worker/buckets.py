@@ -123,12 +123,26 @@ class Buffers:
     """The module's buffers (BatchNorm's statistics, say): every rank gets rank 0's."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._works: list[Any] = []
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        if hasattr(self._options, "asyncOp"):
+            self._options.asyncOp = True
+        self._find()
+
+    def _find(self) -> None:
+        self._places = [
+            (owner._buffers, name, buffer)
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         # .data: the write must not count as a change of a tensor that a second backward of the same
         # forward saved (BatchNorm saves its buffers).
-        buffers = [buffer.data for buffer in module.buffers() if buffer.numel()]
+        buffers = [buffer.data for buffer in self._module.buffers() if buffer.numel()]
         self.layout = [(tuple(b.shape), str(b.dtype)) for b in buffers]
         self._flats: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
-        self._works: list[Any] = []
         for device in dict.fromkeys(buffer.device for buffer in buffers):
             mine = [buffer for buffer in buffers if buffer.device == device]
             starts, end = [], 0
@@ -143,12 +157,11 @@ class Buffers:
                 for start, buffer in zip(starts, mine, strict=True)
             ]
             self._flats.append((flat, views, mine))
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
-        if hasattr(self._options, "asyncOp"):
-            self._options.asyncOp = True
 
     def launch(self, group: Any) -> None:
+        # A forward may put another tensor in a buffer's place; the old one is nobody's then.
+        if any(held.get(name) is not buffer for held, name, buffer in self._places):
+            self._find()
         self._is_root = self._flats and group.rank() == 0
         self._works = []
         for flat, views, buffers in self._flats:

@@ -9,6 +9,7 @@ Who loads the parts is `loader`'s affair; which samples they are made of, `order
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
@@ -70,6 +71,7 @@ class Batches:
         world_size: int,
         global_batch_size: int,
         num_parts: int | None = None,
+        default_num_parts: int | None = None,
         epochs: int | None = 1,
         max_steps: int | None = None,
         shuffle: bool = True,
@@ -82,7 +84,8 @@ class Batches:
     ) -> None:
         """
         Args:
-            num_parts: fixed for the job; None: world_size.
+            num_parts: fixed for the job; None: that of the state that is loaded, else the default.
+            default_num_parts: None: world_size.
             check_interrupted: called again and again while data is waited for; raises to end the
                 wait. None: the hooks' own, if they have one.
             loaders: where data workers are kept between generations; None: one a process.
@@ -103,15 +106,13 @@ class Batches:
             ) from None
         if not isinstance(num_workers, int) or num_workers < 0:
             raise ConfigError(f"num_workers must be 0 or more, not {num_workers!r}")
-        self.deal = Deal(
-            num_samples,
-            global_batch_size,
-            world_size if num_parts is None else num_parts,
-            epochs,
-            max_steps,
-            drop_last,
-        )
-        self.deal.check()
+        self._may_adopt_parts = num_parts is None
+        if num_parts is None:
+            num_parts = world_size if default_num_parts is None else default_num_parts
+        self.deal = Deal(num_samples, global_batch_size, num_parts, epochs, max_steps, drop_last)
+        # Whether the default fits is asked when it is used: a state may bring another number.
+        self._is_checked = not self._may_adopt_parts
+        (self.deal if self._is_checked else replace(self.deal, num_parts=1)).check()
         self._hooks = job_hooks
         self._dealing = Dealing(self.deal, rank, world_size, shuffle, seed)
         self._consumed = 0
@@ -142,6 +143,9 @@ class Batches:
 
     def __next__(self) -> Batch:
         self._hooks.ask()
+        if not self._is_checked:
+            self.deal.check()
+            self._is_checked = True
         step = self._consumed
         if step >= self.deal.num_steps:
             raise StopIteration
@@ -154,7 +158,11 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """consumed, the global batches handed out; the rest says of what."""
-        return {"consumed": self._consumed, **self._fingerprint}
+        return {
+            "consumed": self._consumed,
+            "num_parts": self.deal.num_parts,
+            **self._fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to where that state was.
@@ -175,6 +183,10 @@ class Batches:
                 "skipped or repeated. Use the same values, or start without the old state"
             )
         self._consumed = int(state["consumed"])
+        num_parts = int(state["num_parts"])
+        if self._may_adopt_parts and num_parts != self.deal.num_parts:
+            self.deal = replace(self.deal, num_parts=num_parts)
+            self._dealing = replace(self._dealing, deal=self.deal)
 
     # ------------------------------------------------------------ parts
 

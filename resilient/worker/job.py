@@ -119,6 +119,8 @@ class Job:
                 "torch.distributed.init_process_group() first"
             )
         if self._exchanges is None:
+            # Alone there is nobody to exchange with: no collective, only the weights.
+            group = group if self.world_size > 1 else None
             self._exchanges = Exchanges(group=group, world_size=self.world_size)
         self._exchanges.add(module, self._on_last_bucket)
         self._exchanged.append(module)
@@ -144,9 +146,8 @@ class Job:
 
         Args:
             global_batch_size: samples of one step, over all ranks together.
-            num_parts: pieces of a global batch, fixed for the job; default: one for each rank of
-                the job's first generation. Give it where the job may be started again, from its
-                checkpoints, with another number of ranks.
+            num_parts: pieces of a global batch, fixed for the job, also where it is started again
+                with another number of ranks; default: one for each rank of its first generation.
             max_steps: ends after so many global batches in all; needed when epochs is None.
         """
         self._check()
@@ -158,7 +159,8 @@ class Job:
             rank=self.rank,
             world_size=self.world_size,
             global_batch_size=global_batch_size,
-            num_parts=self._lifetime.first_world_size if num_parts is None else num_parts,
+            num_parts=num_parts,
+            default_num_parts=self._lifetime.first_world_size,
             epochs=epochs,
             max_steps=max_steps,
             shuffle=shuffle,
@@ -210,7 +212,6 @@ class Job:
             world_size=entry.world_size,
             group=dist.group.WORLD if dist.is_initialized() else None,
             predecessor=entry.predecessor,
-            first=entry.is_first,
         )
 
     # ------------------------------------------------------------ in the loop

@@ -60,7 +60,6 @@ class Entry:
     """One entry of the train function.
 
     Attributes:
-        is_first: of this process.
         predecessor: page of the process that held this rank before; the rank's own RNG is in it.
     """
 
@@ -69,7 +68,6 @@ class Entry:
     local_rank: int
     world_size: int
     cut: Cut
-    is_first: bool = True
     predecessor: Page | None = None
 
 

@@ -219,5 +219,5 @@ def _knock(listener: socket.socket, numbers: range) -> None:
 
 
 def _read(path: str) -> str:
-    with open(path) as file:
+    with open(path, errors="replace") as file:  # a thread may have any bytes for its name
         return file.read()

@@ -158,7 +158,6 @@ class _Worker:
         self._init_process_group = init_process_group
         protected = Protected(link.page, note=_note)
         self._lifetime = Lifetime(link, protected, Drills(link.page), checkpoints=_checkpoints())
-        self._has_entered = False
         self._error: BaseException | None = None  # of the newest generation, if it was our own
 
     def run(self) -> None:
@@ -248,10 +247,8 @@ class _Worker:
             start.local_rank,
             start.world_size,
             start.cut,
-            not self._has_entered,
             predecessor,
         )
-        self._has_entered = True
         return Job(lifetime, entry, device)
 
     def _prepare(self, start: wire.Start) -> None:

@@ -285,3 +285,15 @@ def test_agent_killed_leaves_nothing(launch):
 def test_with_data_workers(launch, unbroken):
     arguments = ("--num-workers", "2")
     recovered(launch, unbroken, "--inject=kill:rank=2,step=20", arguments=arguments)
+
+
+def test_a_job_of_four_ranks_goes_on_with_three(launch, unbroken, tmp_path):
+    """The global batch of 64 cannot be cut into three: the parts stay those of the first start."""
+    base = ("--no-dropout", "--no-batch-norm", "--default-parts")
+    options = (f"--checkpoint-dir={tmp_path / 'c'}", "--checkpoint-every=10")
+    first = launch(*options, arguments=(*base, "--steps", "20"))
+    assert first.wait().code == 0
+    run = launch(*options, arguments=(*base, "--steps", "40"), num_ranks=3).wait()
+    assert run.code == 0, run.text()
+    assert run.effects("PublishPlan")[0]["plan"]["cut"]["step"] == 20
+    assert_same_state(run, unbroken(*base), tolerance=1e-4)

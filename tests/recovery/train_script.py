@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--section-every", type=int, default=0)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--late-kill-rank", type=int, default=-1, help="dies after its last step")
-    parser.add_argument("--collective-only-loop", action="store_true")
+    parser.add_argument("--default-parts", action="store_true", help="of a global batch of 64")
     return parser.parse_args()
 
 
@@ -76,8 +76,8 @@ def main(job: resilient.Job) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.9)
     batches = job.batches(
         SAMPLES,
-        global_batch_size=48,
-        num_parts=12,
+        global_batch_size=64 if ARGS.default_parts else 48,
+        num_parts=None if ARGS.default_parts else 12,
         epochs=None,
         max_steps=ARGS.steps,
         num_workers=ARGS.num_workers,

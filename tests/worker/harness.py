@@ -184,7 +184,6 @@ class Agent:
                 store.port,
                 cut,
                 environment,
-                predecessor is not None,
                 tuple(drills),
             )
             fds = [predecessor.fd] if predecessor is not None else []
