@@ -3,10 +3,11 @@
 Torch looks up the names of both ends of each store connection, only to be able to print them.
 Where the addresses are IPv4 mapped into IPv6, /etc/hosts does not answer and the question goes out;
 a name server that is slow, or loses one packet in a thousand, then makes a connection of 1 ms take
-5 s (seen: one start of a generation in 25). Torch has no switch for it. In glibc, though, each
-thread has a resolver state of its own: without a name server in it such a question ends at once. (Torch then
-logs a warning that it has no name to print; the launcher sets TORCH_CPP_LOG_LEVEL=ERROR unless the
-user has set it.)
+5 s (seen: one start of a generation in 25). Torch has no switch for it.
+
+In glibc each thread has a resolver state of its own: without a name server in it such a question
+ends at once. Torch then logs a warning that it has no name to print; the launcher sets
+TORCH_CPP_LOG_LEVEL=ERROR unless the user has set it.
 """
 
 from __future__ import annotations
