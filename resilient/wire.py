@@ -97,6 +97,7 @@ class Start(Message, frozen=True):
     Attributes:
         environment: what os.environ is to say before the entry (RANK, MASTER_ADDR, ...).
         cut: where it resumes and which ranks hold that.
+        first_world_size: of the first plan; parts keep the size that it gave them. 0: this one's.
         drills: `--inject` faults that are still to happen.
     """
 
@@ -108,6 +109,7 @@ class Start(Message, frozen=True):
     store_port: int
     cut: Cut
     environment: dict[str, str]
+    first_world_size: int = 0
     drills: tuple[str, ...] = ()
 
 

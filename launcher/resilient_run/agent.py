@@ -316,6 +316,7 @@ class Agent:
                 store_host=plan.store[0],
                 store_port=plan.store[1],
                 cut=plan.cut,
+                first_world_size=plan.first_world_size,
                 environment=environment.of_member(
                     self.options, plan, member, self.state.num_restarts
                 ),

@@ -224,6 +224,17 @@ def parse(arguments: Sequence[str]) -> Any:
     return make_options(parser.parse_args(list(arguments)), tuple(arguments))
 
 
+def _check_checkpoint_dir(directory: str) -> None:
+    """Refuses what can never be written to; workers make the directory itself."""
+    place = os.path.abspath(directory)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        raise ConfigError(f"--checkpoint-dir {directory}: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"--checkpoint-dir {directory}: {place} cannot be written to")
+
+
 def make_options(args: argparse.Namespace, argv: tuple[str, ...] = ()) -> Any:
     """Checks everything, and sets OMP_NUM_THREADS as torchrun does."""
     from resilient_run.options import Options
@@ -245,6 +256,8 @@ def make_options(args: argparse.Namespace, argv: tuple[str, ...] = ()) -> Any:
         raise ConfigError("--checkpoint-every needs --checkpoint-dir")
     if args.checkpoint_every < 0:
         raise ConfigError("--checkpoint-every must not be negative")
+    if args.checkpoint_dir:
+        _check_checkpoint_dir(args.checkpoint_dir)
     drills = _check_drills(args.inject, num_slots)
     signals_to_handle = getattr(args, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     signals = _parse_signals(signals_to_handle)

@@ -135,12 +135,14 @@ class Plan:
         members: one a rank, in rank order; ranks are exactly 0..world_size-1.
         store: (host, port) of the generation's own TCPStore.
         cut: where it resumes.
+        first_world_size: of the first plan that was started; parts keep the size it gave them.
     """
 
     generation: int
     members: tuple[Member, ...]
     store: tuple[str, int]
     cut: Cut
+    first_world_size: int = 0
 
     @property
     def world_size(self) -> int:

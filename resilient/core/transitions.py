@@ -277,7 +277,8 @@ def _try_plan(move: Move) -> None:
             end(move, Outcome.UNRECOVERABLE, "no store could be opened for the next generation")
         return
     assert cut is not None  # nothing is waited for
-    _publish(move, Plan(generation, chosen.members, store, cut))
+    first_world_size = state.plan.first_world_size or len(chosen.members)
+    _publish(move, Plan(generation, chosen.members, store, cut, first_world_size))
 
 
 def _publish(move: Move, plan: Plan) -> None:

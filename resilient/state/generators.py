@@ -46,11 +46,19 @@ class Generators:
         if step in self.by_step:
             self._random.write(self.by_step[step])
 
-    def restore(self, step: int, rank: int, predecessor: Page | None) -> None:
+    def restore(
+        self,
+        step: int,
+        rank: int,
+        predecessor: Page | None,
+        on_disk: Callable[[int], bytes | None] = lambda step: None,
+    ) -> None:
         """The same; for a rank that had another process, from that one's page."""
         rng = self.by_step.get(step)
         if rng is None and predecessor is not None:
             rng = predecessor.kept(step)
+        if rng is None:
+            rng = on_disk(step)
         self.adopt(step, rank, rng)
 
     def adopt(self, step: int, rank: int, rng: bytes | None) -> None:
@@ -58,6 +66,8 @@ class Generators:
         if rng is not None:
             self.by_step[step] = rng
             self._random.write(rng)
+            return
+        if step == 0:  # they are what the function has made of them, as in an unbroken run
             return
         seed_all(rank, step)
         self._note(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from resilient.core.cut import source_of
 from resilient.core.model import Cut, CutKind, Holding
 from resilient.errors import CheckpointMissing, ConfigError
 from resilient.page import Page
@@ -139,7 +140,7 @@ class Protected:
         else:
             self._receive(inventory, cut, group)
         if cut.kind is CutKind.MEMORY:
-            self._generators.restore(cut.step, rank, predecessor)
+            self._generators.restore(cut.step, rank, predecessor, self._rng_on_disk)
             if self.checkpoint_directory is not None:
                 _disk().forget_rng(self.checkpoint_directory, rank, cut.step)
         self._adopt(inventory, cut.step)
@@ -160,6 +161,9 @@ class Protected:
     def _begin(self, inventory: Inventory, group: Any) -> None:
         """Step 0: replicas follow rank 0, whatever each was seeded with."""
         self._live = self._undo = None
+        # Before anything is sent: should the generation end in between, some ranks hold step 0, and
+        # this one goes on from theirs with generators that only it has.
+        self._generators.keep(0)
         self._clear_pending()
         if self._world_size == 1:
             return
@@ -181,6 +185,13 @@ class Protected:
         inventory.restore(image)
         self._clear_pending()
         self._generators.adopt(step, self._rank, rng)
+
+    def _rng_on_disk(self, step: int) -> bytes | None:
+        """For a rank that was interrupted before it had loaded what its peers now give it."""
+        if self.checkpoint_directory is None:
+            return None
+        rng: bytes | None = _disk().rng_of(self.checkpoint_directory, step, self._rank)
+        return rng
 
     def _clear_pending(self) -> None:
         if self.checkpoint_directory is None or self._rank != 0:
@@ -210,7 +221,8 @@ class Protected:
             self._live = None
             return inventory.memory_for(section, key, dtype, shape, kind)
 
-        source = transfer.holder_for(cut, self._rank, self._world_size)
+        source = source_of(cut, self._rank, self._world_size)
+        assert source is not None  # a holder keeps its own
         image = transfer.receive(source, memory, group, self._progress)
         inventory.restore(image)
 

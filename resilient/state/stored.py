@@ -275,9 +275,19 @@ def load(directory: str | os.PathLike[str], step: int, rank: int) -> tuple[Image
         small = tensors.pop(SMALL_KEY)
     except (Exception, CheckpointException) as error:
         raise CheckpointCorrupt(f"{path} cannot be loaded: {error!r}", step=step) from None
-    saved_step, tree, sections = decode(bytes(small.numpy()))
-    image = Image(saved_step, tree)
-    for key, section in sections.items():
-        image.section(section)[key] = tensors[key]
-    rng = path / rng_name(rank)
-    return image, rng.read_bytes() if rng.exists() else None
+    try:
+        saved_step, tree, sections = decode(bytes(small.numpy()))
+        image = Image(saved_step, tree)
+        for key, section in sections.items():
+            image.section(section)[key] = tensors[key]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error!r}", step=step) from None
+    if saved_step != step:
+        raise CheckpointCorrupt(f"{path} holds step {saved_step}", step=step)
+    return image, rng_of(directory, step, rank)
+
+
+def rng_of(directory: str | os.PathLike[str], step: int, rank: int) -> bytes | None:
+    """The random number generators of that rank in a checkpoint, None when they are not in it."""
+    path = step_dir(directory, step) / rng_name(rank)
+    return path.read_bytes() if path.exists() else None

@@ -38,12 +38,6 @@ def receivers_of(cut: Cut, rank: int, world_size: int) -> list[int]:
     return receivers[mine::step]
 
 
-def holder_for(cut: Cut, rank: int, world_size: int) -> int:
-    """Whom this rank receives from."""
-    receivers = [other for other in range(world_size) if other not in cut.holders]
-    return cut.holders[receivers.index(rank) % len(cut.holders)]
-
-
 # ---------------------------------------------------------------- what goes over the wire
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from resilient.state.snapshot import AlternatingCopies
+
 FIRST_BUCKET_BYTES = 1 << 20  # small: the exchange starts early in the backward
 BUCKET_BYTES = 25 << 20
 
@@ -138,9 +140,7 @@ class Buffers:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        # .data: the write must not count as a change of a tensor that a second backward of the same
-        # forward saved (BatchNorm saves its buffers).
-        buffers = [buffer.data for buffer in self._module.buffers() if buffer.numel()]
+        buffers = [_writable(buffer) for buffer in self._module.buffers() if buffer.numel()]
         self.layout = [(tuple(b.shape), str(b.dtype)) for b in buffers]
         self._flats: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
         for device in dict.fromkeys(buffer.device for buffer in buffers):
@@ -173,5 +173,24 @@ class Buffers:
         for work, (_, views, buffers) in zip(self._works, self._flats, strict=True):
             work.wait()
             if not self._is_root:
-                torch._foreach_copy_(buffers, views)
+                # What is equal is left alone: a large one (a causal mask) would count as changed.
+                changed = [
+                    (buffer, view)
+                    for buffer, view in zip(buffers, views, strict=True)
+                    if buffer.nbytes <= AlternatingCopies.SMALL_BYTES
+                    or not torch.equal(buffer, view)
+                ]
+                with torch.no_grad():
+                    torch._foreach_copy_([b for b, _ in changed], [v for _, v in changed])
         self._works = []
+
+
+def _writable(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer's memory, to be written after a backward.
+
+    A small one as .data: the write must not count as a change of a tensor that a second backward of
+    the same forward saved (BatchNorm saves its buffers); small ones are copied at each commit. A
+    large one is copied when its version says that it changed: there the write has to count.
+    """
+    is_small = buffer.nbytes <= AlternatingCopies.SMALL_BYTES
+    return buffer.data if is_small else buffer.detach()

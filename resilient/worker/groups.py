@@ -81,21 +81,6 @@ def connect(host: str, port: int, check: Callable[[], None]) -> dist.TCPStore:
             return store
 
 
-def share_first_world_size(store: dist.Store, known: int | None, tells: bool) -> int:
-    """What the job's first world size was, for a process that joins later.
-
-    Args:
-        known: what this process knows.
-        tells: this rank is the one that tells the others.
-    """
-    key = "resilient/first_world_size"
-    if known is None:
-        return int(store.get(key))
-    if tells:
-        store.set(key, str(known))
-    return known
-
-
 def join(store: dist.Store, rank: int, world_size: int, device: torch.device) -> None:
     """Makes the default group of the generation.
 

@@ -87,7 +87,7 @@ class Lifetime:
     checkpoints: Checkpoints | None = None
     device: torch.device | None = None
     step: int = 0
-    first_world_size: int | None = None
+    first_world_size: int = 1
     first_random_state: bytes | None = None
     loaders: LoaderCache = field(default_factory=LoaderCache)
     random_state: RandomState = field(default_factory=RandomState)

@@ -52,6 +52,7 @@ class AgentLink:
         self._orders: queue.SimpleQueue[tuple[Order, Page | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._inside: int | None = None  # the generation whose connections may be severed
+        self._store_host = ""
         self._store_port = 0
         self._world_size = 1
         self._severing = False
@@ -85,11 +86,11 @@ class AgentLink:
         """Waits for an order; a Start may bring the page of the rank's last process."""
         return self._orders.get()
 
-    def enter(self, generation: int, store_port: int, world_size: int) -> None:
+    def enter(self, generation: int, store: tuple[str, int], world_size: int) -> None:
         """From now on an abort of this generation severs."""
         with self._lock:
             self._inside = generation
-            self._store_port = store_port
+            self._store_host, self._store_port = store
             self._world_size = world_size
             self._severing = self._aborted >= generation
             self._num_rounds = 0
@@ -190,7 +191,12 @@ class AgentLink:
             # Nobody is left who could tell us anything, or wants the result.
             print("resilient: the agent is gone, this worker ends", file=sys.stderr, flush=True)
             os._exit(_AGENT_LOST_EXIT_CODE)
-        message = wire.decode_from_agent(data)
+        try:
+            message = wire.decode_from_agent(data)
+        except wire.WireError as error:
+            # Without this thread no abort would be seen: better no worker than a deaf one.
+            print(f"resilient: {error}; this worker ends", file=sys.stderr, flush=True)
+            os._exit(_AGENT_LOST_EXIT_CODE)
         if isinstance(message, wire.Abort):
             self._on_abort(message)
             return
@@ -223,4 +229,4 @@ class AgentLink:
             if self._num_rounds % _PROVOKE_EVERY == _PROVOKE_AFTER:
                 self._severed.provoke()
             if self._store_port:
-                sever.sever_store(self._store_port)
+                sever.sever_store(self._store_host, self._store_port)

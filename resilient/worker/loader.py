@@ -48,6 +48,7 @@ MAX_DEATHS = 3
 
 _POLL_MS = 10  # how often a wait for data looks whether the generation was aborted
 _PR_SET_PDEATHSIG = 1
+_JOIN_TIMEOUT_S = 5.0  # of a process that was sent SIGKILL
 
 
 class Loading:
@@ -353,7 +354,7 @@ class _InterruptibleIter(_MultiProcessingDataLoaderIter):
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
-            worker.join()
+            worker.join(_JOIN_TIMEOUT_S)
         for queue in [*self._index_queues, self._worker_result_queue]:
             queue.cancel_join_thread()
             queue.close()

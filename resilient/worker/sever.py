@@ -98,8 +98,8 @@ class Severed:
             self._held.popitem()[1].close()
 
 
-def sever_store(port: int) -> int:
-    """Shuts down the connections of this process to that TCP port; returns how many."""
+def sever_store(host: str, port: int) -> int:
+    """Shuts down this process's connections to that address (a number); returns how many."""
     num_severed = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -108,7 +108,7 @@ def sever_store(port: int) -> int:
             continue
         sock = _duplicate(int(name), int(inode.strip("[]"))) if kind == "socket" else None
         if sock is not None:
-            if _peer_port(sock) == port and _shut_down(sock, socket.SHUT_RDWR):
+            if _is_peer(sock, host, port) and _shut_down(sock, socket.SHUT_RDWR):
                 num_severed += 1
             sock.close()
     return num_severed
@@ -196,6 +196,15 @@ def _peer_port(sock: socket.socket) -> int | None:
         return int(sock.getpeername()[1])
     except OSError:
         return None
+
+
+def _is_peer(sock: socket.socket, host: str, port: int) -> bool:
+    try:
+        address = sock.getpeername()
+    except OSError:
+        return False
+    # An IPv4 address may show as one mapped into IPv6.
+    return bool(address[1] == port and address[0].removeprefix("::ffff:") == host)
 
 
 def _shut_down(sock: socket.socket, how: int) -> bool:

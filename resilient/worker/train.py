@@ -199,7 +199,7 @@ class _Worker:
         groups.leave()  # those of a finished function, kept until now for its peers' sake
         self._error = None
         link.release()  # a plan is made only when every rank has reported, or is dead
-        link.enter(start.generation, start.store_port, start.world_size)
+        link.enter(start.generation, (start.store_host, start.store_port), start.world_size)
         link.page.enter(start.generation)
         lifetime.drills.arm(start.drills, rank=start.rank, generation=start.generation)
         job = None
@@ -221,6 +221,7 @@ class _Worker:
         link, lifetime = self._link, self._lifetime
         link.page.act(Activity.JOINING)
         os.environ.update(start.environment)
+        lifetime.first_world_size = start.first_world_size or start.world_size
         self._prepare(start)
         device = lifetime.device or groups.pick_device(start.local_rank)
         lifetime.device = device
@@ -232,10 +233,6 @@ class _Worker:
 
         check()
         store = groups.connect(start.store_host, start.store_port, check)
-        if start.cut.kind is CutKind.MEMORY:
-            lifetime.first_world_size = groups.share_first_world_size(
-                store, lifetime.first_world_size, tells=start.rank == start.cut.holders[0]
-            )
         if self._init_process_group:
             groups.join(store, start.rank, start.world_size, device)
             check()
@@ -256,7 +253,6 @@ class _Worker:
         lifetime = self._lifetime
         if start.cut.kind is CutKind.MEMORY:
             return
-        lifetime.first_world_size = start.world_size
         if start.cut.kind is CutKind.DISK:
             return
         if lifetime.first_random_state is None:

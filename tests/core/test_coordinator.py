@@ -246,3 +246,27 @@ def test_a_state_is_never_changed_in_place() -> None:
         coordinator.step(state, event, 50.0)
     for name, value in frozen.items():
         assert getattr(state, name) == value, name
+
+
+def test_the_first_world_size_stays_in_every_plan() -> None:
+    """Also where nothing was committed before the world shrank: parts keep their size."""
+    state = coordinator.initial(Config(replace=False, num_spares=0))
+    plans = []
+    for now_s, event in enumerate(
+        [
+            ev.NodeJoined("n0", 3),
+            ev.StoreOpened(0, "h", 1),
+            *(ev.WorkerReady(worker) for worker in (W0, W1, W2)),
+            ev.StoreOpened(1, "h", 2),
+            ev.WorkerExited(W1, -9),
+            ev.WorkerInterrupted(W0, 0, 0, ()),
+            ev.WorkerInterrupted(W2, 0, 0, ()),
+        ]
+    ):
+        decision = coordinator.step(state, event, float(now_s))
+        state = decision.state
+        plans += [e.plan for e in decision.effects if isinstance(e, ev.PublishPlan)]
+    assert [(p.world_size, p.first_world_size, p.cut.kind) for p in plans] == [
+        (3, 3, CutKind.INITIAL),
+        (2, 3, CutKind.INITIAL),
+    ]

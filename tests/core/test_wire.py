@@ -45,7 +45,7 @@ FROM_WORKER: list[wire.Message] = [
     wire.DrainRequest(15),
 ]
 FROM_AGENT: list[wire.Message] = [
-    wire.Start(1, 2, 2, 4, "127.0.0.1", 29500, CUT, {"RANK": "2"}, ("kill:rank=2,step=40",)),
+    wire.Start(1, 2, 2, 4, "127.0.0.1", 29500, CUT, {"RANK": "2"}, 6, ("kill:rank=2,step=40",)),
     wire.Abort(1, "rank 2 was killed by signal 9"),
     wire.Persist(40),
     wire.Close(),

@@ -69,6 +69,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--redirects 7 script.py", "--redirects 7"),
         ("--local-ranks-filter a script.py", "must be numbers"),
         ("--log-dir script.py script.py", "is a file"),
+        ("--checkpoint-dir script.py script.py", "is not a directory"),
+        ("--checkpoint-dir script.py/ck script.py", "is not a directory"),
         ("--rdzv-conf nonsense script.py", "--rdzv-conf nonsense"),
         ("--logs-specs nobody script.py", "nobody"),
     ],

@@ -82,8 +82,7 @@ def main(job: resilient.Job) -> None:
         max_steps=ARGS.steps,
         num_workers=ARGS.num_workers,
     )
-    if job.generation == 0:
-        torch.manual_seed(100 + job.rank)
+    torch.manual_seed(100 + job.rank)
     job.protect(model=model, optimizer=optimizer, scheduler=scheduler, batches=batches)
     used = open(ARGS.out / f"samples-{os.getpid()}.txt", "a", buffering=1)
     for batch in batches:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from resilient.core.cut import source_of
 from resilient.core.model import Cut, CutKind, Holding
 from resilient.errors import ConfigError
 from resilient.page import Page
@@ -71,7 +72,7 @@ def every_kind_of_tensor(rank: int, world_size: int, directory: Path) -> None:
         assert to == ([0, 3, 6] if rank == 1 else [2, 5])
         transfer.send(image, to, dist.group.WORLD, lambda: progress.append(1))
     else:
-        source = transfer.holder_for(cut, rank, world_size)
+        source = source_of(cut, rank, world_size)
         memory = {key: torch.empty_like(t) for key, t in tensors.items()}  # strides kept
         image = transfer.receive(
             source,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from resilient.core.cut import source_of
 from resilient.core.model import Cut, CutKind
-from resilient.state.transfer import _pieces, holder_for, receivers_of
+from resilient.state.transfer import _pieces, receivers_of
 from tests.state.ranks import Ranks
 
 
@@ -41,7 +42,7 @@ def test_everyone_has_one_holder():
             cut = Cut(CutKind.MEMORY, 3, holders)
             pairs = [(h, r) for h in holders for r in receivers_of(cut, h, world_size)]
             assert sorted(r for _, r in pairs) == sorted(set(range(world_size)) - set(holders))
-            assert all(holder_for(cut, r, world_size) == h for h, r in pairs)
+            assert all(source_of(cut, r, world_size) == h for h, r in pairs)
             loads = [len(receivers_of(cut, h, world_size)) for h in holders]
             assert max(loads) - min(loads) <= 1
 

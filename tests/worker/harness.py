@@ -184,7 +184,7 @@ class Agent:
                 store.port,
                 cut,
                 environment,
-                tuple(drills),
+                drills=tuple(drills),
             )
             fds = [predecessor.fd] if predecessor is not None else []
             socket.send_fds(worker.socket, [wire.encode(start)], fds)

@@ -68,7 +68,7 @@ def test_an_interrupted_join_leaves_nothing_behind() -> None:
         deadline_s = time.monotonic() + 20
         while not server.check(["0//cpu//0/0"]) and time.monotonic() < deadline_s:
             time.sleep(0.001)  # not yet: it has not published its address to rank 1
-        num_severed.append(sever.sever_store(server.port))
+        num_severed.append(sever.sever_store("127.0.0.1", server.port))
 
     thread = threading.Thread(target=sever_when_it_waits)
     thread.start()

@@ -59,7 +59,7 @@ class StoppingStore(dist.Store):
     def set_timeout(self, timeout):
         pass
 
-link.enter(start.generation, start.store_port, start.world_size)
+link.enter(start.generation, (start.store_host, start.store_port), start.world_size)
 where = "joining"
 try:
     if start.rank == 2 and mode == "store":
@@ -88,7 +88,7 @@ except RuntimeError as error:
     groups.leave()
     link.leave()
 start, _ = link.next_order()  # the same process makes the next generation's groups
-link.enter(start.generation, start.store_port, start.world_size)
+link.enter(start.generation, (start.store_host, start.store_port), start.world_size)
 join()
 total = torch.ones(1)
 dist.all_reduce(total)
@@ -146,7 +146,7 @@ def test_the_sockets_of_the_user_are_left_alone() -> None:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client, listener.accept()[0] as peer:
             assert sever.Severed().sever_gloo(range(4)) == 0
-            assert sever.sever_store(port + 1 if port < 65535 else 1) == 0
+            assert sever.sever_store("127.0.0.1", port + 1 if port < 65535 else 1) == 0
             client.sendall(b"x")
             assert peer.recv(1) == b"x"
 
@@ -155,7 +155,8 @@ def test_only_the_connection_to_the_store_is_shut_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client, listener.accept()[0] as peer:
-            assert sever.sever_store(port) == 1
+            assert sever.sever_store("127.0.0.2", port) == 0
+            assert sever.sever_store("127.0.0.1", port) == 1
             assert client.recv(1) == b""
             assert peer.recv(1) == b""
             listener.settimeout(5)
