@@ -7,6 +7,7 @@ end is a leftover, whoever started it and wherever it was re-parented to, and fa
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 
@@ -19,6 +20,8 @@ LEFTOVER_WAIT_S = 10.0
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
+    # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Several processes a test on few cores: threads of their own would only stand in their way.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -6,6 +6,7 @@ every rank, with dropout on each rank's own random numbers.
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -153,24 +154,35 @@ def test_the_same_error_for_ever_stops_the_job(launch, rank):
     job.assert_nothing_left()
 
 
+def kill_all_ranks(job) -> None:
+    """At one moment: all are stopped before the first one is killed."""
+    pids = job.process.pids().values()
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, signum)
+
+
 def test_all_ranks_at_once_without_a_copy_stops_with_a_clear_word(launch):
-    drills = [f"--inject=kill:rank={rank},step=20" for rank in range(4)]
-    run = launch(*drills).wait()
+    job = launch(arguments=("--pause-s", "0.05"))
+    job.wait_until(lambda: len(_steps(job)) >= 5, "five steps")
+    kill_all_ranks(job)
+    run = job.wait()
     assert run.code == 70, run.text()
     assert "--checkpoint-dir" in run.stderr, run.text()
 
 
 def test_all_ranks_at_once_go_on_from_the_checkpoint(launch, unbroken, tmp_path):
     """Paced, so that a checkpoint is complete before the faults."""
-    drills = [f"--inject=kill:rank={rank},step=30" for rank in range(4)]
-    run = recovered(
-        launch,
-        unbroken,
-        f"--checkpoint-dir={tmp_path / 'checkpoints'}",
-        "--checkpoint-every=5",
-        *drills,
-        arguments=("--pause-s", "0.05"),
-    )
+    arguments = ("--pause-s", "0.05")
+    directory = tmp_path / "checkpoints"
+    job = launch(f"--checkpoint-dir={directory}", "--checkpoint-every=5", arguments=arguments)
+    job.wait_until(lambda: list(directory.glob("step-*")), "a checkpoint")
+    kill_all_ranks(job)
+    run = job.wait()
+    assert run.code == 0, run.text()
+    assert run.generations == 2, run.text()
+    assert_same_state(run, unbroken(*arguments))
+    assert_same_samples(run, unbroken(*arguments))
     assert run.effects("PublishPlan")[1]["plan"]["cut"]["kind"] == "disk"
 
 
