@@ -40,6 +40,24 @@ def steps_committed(job: Launch) -> int:
     return max(job.process.ask_status()["steps"].values(), default=0)
 
 
+def kill_one(job: Launch, draw: random.Random) -> None:
+    """SIGKILL to a random rank that lives; the agent may not have noticed the last death yet."""
+
+    def killed() -> bool:
+        pids = job.process.pids()
+        pid = pids[draw.choice(sorted(pids))] if pids else 0
+        if pid <= 1 or not is_alive(pid):  # 1: not forked yet
+            return False
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        wait_until(lambda: not is_alive(pid), "it is gone", job.output)
+        return True
+
+    wait_until(killed, "a rank that lives", job.output)
+
+
 def kill_at_random(job: Launch, draw: random.Random, num_kills: int) -> dict[int, Usage]:
     """Kills random ranks at random moments, some of them inside the recovery from the last kill.
 
@@ -54,10 +72,7 @@ def kill_at_random(job: Launch, draw: random.Random, num_kills: int) -> dict[int
             before = steps_committed(job)
             wait_until(lambda before=before: steps_committed(job) > before, "a step", job.output)
         time.sleep(draw.uniform(0, 0.03))
-        pids = job.process.pids()
-        rank = draw.choice(sorted(pids))
-        os.kill(pids[rank], signal.SIGKILL)
-        wait_until(lambda pid=pids[rank]: not is_alive(pid), "it is gone", job.output)
+        kill_one(job, draw)
         if number % 10 == 0:
             usage[number] = Usage(job.process.pid)
     return usage
@@ -68,7 +83,7 @@ def kill_at_random(job: Launch, draw: random.Random, num_kills: int) -> dict[int
 )
 def test_random_kills(launch, unbroken, num_kills):
     seed = int(os.environ.get("RESILIENT_SEED", random.randrange(1 << 30)))
-    num_steps = 60 * num_kills
+    num_steps = 400 + 16 * num_kills
     arguments = ("--steps", str(num_steps))
     job = launch("--spares=2", arguments=arguments)
     job.wait_until(lambda: (job.out / "logs").exists() and job.journal(), "a journal")
