@@ -10,10 +10,12 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
 
+from resilient_run.heritage import NUM_KEPT
 from tests.launcher.harness import is_alive, wait_until
 from tests.recovery.harness import (
     Launch,
@@ -46,12 +48,12 @@ def is_at_rest(job: Launch) -> bool:
     return seen["phase"] == "running" and len(seen["pids"]) == 4 and seen["spares"] == 2
 
 
-def kill_one(job: Launch, draw: random.Random) -> None:
-    """SIGKILL to a random rank that lives; the agent may not have noticed the last death yet."""
+def kill_one(job: Launch, choose: Callable[[list[int]], int]) -> None:
+    """SIGKILL to a rank that lives; the agent may not have noticed the last death yet."""
 
     def killed() -> bool:
         pids = job.process.pids()
-        pid = pids[draw.choice(sorted(pids))] if pids else 0
+        pid = pids.get(choose(sorted(pids)), 0) if pids else 0
         if pid <= 1 or not is_alive(pid):  # 1: not forked yet
             return False
         try:
@@ -64,26 +66,35 @@ def kill_one(job: Launch, draw: random.Random) -> None:
     wait_until(killed, "a rank that lives", job.output)
 
 
-def kill_at_random(job: Launch, draw: random.Random, num_kills: int) -> dict[int, Usage]:
-    """Kills random ranks at random moments, some of them inside the recovery from the last kill.
+def wait_step(job: Launch) -> None:
+    before = steps_committed(job)
+    wait_until(lambda: steps_committed(job) > before, "a step", job.output)
 
-    Returns:
-        The agent's usage after each tenth kill, by number of kills.
-    """
-    usage = {}
+
+def usage_at_rest(job: Launch) -> Usage:
+    """Of the agent. Processes that end and begin hold a few descriptors each."""
+    wait_until(lambda: is_at_rest(job), "the ranks train, the spares wait", job.output)
+    return Usage(job.process.pid)
+
+
+def kill_each_rank(job: Launch) -> None:
+    """So often that the agent keeps as many pages of dead processes as it ever will."""
+    for _ in range(NUM_KEPT):
+        for rank in range(4):
+            wait_step(job)
+            kill_one(job, lambda ranks, rank=rank: rank)
+    wait_step(job)
+
+
+def kill_at_random(job: Launch, draw: random.Random, num_kills: int) -> None:
+    """Kills random ranks at random moments, some of them inside the recovery from the last kill."""
     for number in range(1, num_kills + 1):
         # A tenth of them at once, in the middle of the recovery; but never three in a row, which
         # would end the job as one that does not get anywhere.
         if number % 10:
-            before = steps_committed(job)
-            wait_until(lambda before=before: steps_committed(job) > before, "a step", job.output)
+            wait_step(job)
         time.sleep(draw.uniform(0, 0.03))
-        kill_one(job, draw)
-        if number % 10 == 0:
-            # At rest: processes that end and begin hold a few descriptors each.
-            wait_until(lambda: is_at_rest(job), "the ranks train, the spares wait", job.output)
-            usage[number] = Usage(job.process.pid)
-    return usage
+        kill_one(job, draw.choice)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +102,15 @@ def kill_at_random(job: Launch, draw: random.Random, num_kills: int) -> dict[int
 )
 def test_random_kills(launch, unbroken, num_kills):
     seed = int(os.environ.get("RESILIENT_SEED", random.randrange(1 << 30)))
-    num_steps = 400 + 16 * num_kills
+    num_steps = 600 + 16 * num_kills
     arguments = ("--steps", str(num_steps))
     job = launch("--spares=2", arguments=arguments)
     job.wait_until(lambda: (job.out / "logs").exists() and job.journal(), "a journal")
     job.wait_until(lambda: steps_committed(job) >= 3, "three steps")
-    usage = kill_at_random(job, random.Random(seed), num_kills)
+    kill_each_rank(job)
+    first = usage_at_rest(job)
+    kill_at_random(job, random.Random(seed), num_kills)
+    last = usage_at_rest(job)
     run = job.wait(240)
     assert run.code == 0, f"seed {seed}\n{run.text()}"
     expected = unbroken(*arguments)
@@ -104,10 +118,11 @@ def test_random_kills(launch, unbroken, num_kills):
     assert_same_samples(run, expected)
     assert sorted(samples_by_step(run.out)) == list(range(num_steps))
     assert len([e for e in run.events("WorkerExited") if e["status"] == -9]) >= num_kills
-    first, last = usage[10], usage[num_kills]
-    assert last.num_fds <= first.num_fds + 4, f"seed {seed}: {usage}"
-    assert last.num_threads <= first.num_threads + 2, f"seed {seed}: {usage}"
-    assert last.unique_bytes <= first.unique_bytes + (32 << 20), f"seed {seed}: {usage}"
+    assert last.num_fds <= first.num_fds + 4, f"seed {seed}: {first}, then {last}"
+    assert last.num_threads <= first.num_threads + 2, f"seed {seed}: {first}, then {last}"
+    assert last.unique_bytes <= first.unique_bytes + (32 << 20), (
+        f"seed {seed}: {first}, then {last}"
+    )
 
 
 def test_a_survivor_of_many_generations_does_not_grow(launch, unbroken):
