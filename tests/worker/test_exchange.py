@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient.core.batches import Deal
 from resilient.errors import ConfigError
+from resilient.state.snapshot import AlternatingCopies
 from resilient.worker import buckets
 from resilient.worker.exchange import GradientExchange
 from resilient.worker.exchanges import Exchanges
@@ -400,6 +401,50 @@ def test_buffers_follow_rank_zero(tmp_path):
     assert flag.tolist() == [True, False]
     tenth = torch.tensor(0.1, dtype=torch.bfloat16)
     assert torch.equal(small, torch.stack([tenth + tenth] * 3))
+
+
+class Remembering(nn.Module):
+    """Large buffers, one written and one not, and one that each forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 4)
+        self.register_buffer("history", torch.zeros(30_000))
+        self.register_buffer("mask", torch.ones(30_000))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.body(x)
+
+
+def large_and_replaced_buffers(rank: int) -> Any:
+    model = Remembering()
+    x, y = samples(32)
+    copies, kept = AlternatingCopies(), []
+    with exchanging(model) as exchanges:
+        for step in range(3):
+            for piece in parts_of(exchanges, rank, WORLD_SIZE, Deal(32, 32, 4)):
+                if rank == 0:
+                    model.history += 1
+                loss_of(model, x[piece], y[piece]).backward()
+            # What the commit keeps: a large buffer is copied when its version says that it moved.
+            taken = copies.take(step, dict(model.named_buffers()), set())
+            kept.append([copy.clone() for copy in taken.values()])
+            for name, buffer in model.named_buffers():
+                assert torch.equal(taken[name], buffer), name
+            model.zero_grad()
+    return kept, model.mask._version
+
+
+def test_what_a_commit_keeps_of_large_and_of_replaced_buffers_is_rank_zeros(tmp_path):
+    results = run_ranks(tmp_path, WORLD_SIZE, large_and_replaced_buffers)
+    for step in range(3):
+        assert_all_equal([kept[step] for kept, _ in results])
+        history, _, mean = results[0][0][step]
+        assert history[0] == step + 1 and mean.any()
+    assert [version for _, version in results] == [0] * WORLD_SIZE  # left alone
 
 
 class Checkpointed(nn.Module):
