@@ -785,3 +785,40 @@ def test_strides_are_those_of_the_parameter():
     weight = new["model"].weight
     assert new["optimizer"].state[weight]["exp_avg"].stride() == weight.stride()
     assert_same(new["optimizer"].state_dict(), run.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_interrupted_in_the_first_broadcast_keeps_its_generators(monkeypatch, rank):
+    """Others may hold step 0 by then; this rank receives it, and nobody has its random numbers."""
+
+    def interrupt(*_):
+        raise RuntimeError("severed")
+
+    monkeypatch.setattr("resilient.state.transfer.send", interrupt)
+    monkeypatch.setattr("resilient.state.transfer.receive", interrupt)
+    page = Page.create()
+    protected, model = Protected(page), Net()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    begin = {"cut": Cut(CutKind.INITIAL, 0), "rank": rank, "world_size": 2}
+    with pytest.raises(RuntimeError, match="severed"):
+        protected.protect({"model": model}, **begin)
+    assert protected.holdings() == ()
+
+    torch.manual_seed(99)
+    twin = Protected()
+    twin.protect({"model": Net()}, cut=Cut(CutKind.INITIAL, 0), rank=0, world_size=1)
+    image = twin._image(0)
+    monkeypatch.setattr("resilient.state.transfer.receive", lambda *_: image)
+    for again in (protected, Protected()):  # the same process; and one that takes its place
+        torch.manual_seed(99)
+        again.protect(
+            {"model": Net()},
+            cut=Cut(CutKind.MEMORY, 0, (1 - rank,)),
+            rank=rank,
+            world_size=2,
+            predecessor=None if again is protected else page,
+        )
+        assert torch.equal(torch.rand(3), expected)
+    page.close()
