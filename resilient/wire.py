@@ -180,7 +180,10 @@ _EVENTS: dict[str, Any] = {cls.__name__: cls for cls in events.Event.__args__}
 
 def event_to_json(event: events.Event) -> dict[str, Any]:
     """Plain JSON values; `event_from_json` gives the event back."""
-    return {"type": type(event).__name__, **msgspec.to_builtins(event)}
+    value = {"type": type(event).__name__, **msgspec.to_builtins(event)}
+    if isinstance(event, events.Alike):
+        value["event"] = event_to_json(event.event)
+    return value
 
 
 def event_from_json(value: dict[str, Any]) -> events.Event:
@@ -190,10 +193,19 @@ def event_from_json(value: dict[str, Any]) -> events.Event:
     if cls is None:
         raise WireError(f"unknown event {value.get('type')!r}")
     try:
+        if cls is events.Alike:
+            return _alike_from_json(fields)
         event: events.Event = msgspec.convert(fields, cls)
     except msgspec.ValidationError as error:
         raise WireError(f"bad {cls.__name__}: {error}") from None
     return event
+
+
+def _alike_from_json(value: dict[str, Any]) -> events.Alike:
+    event = event_from_json(value.get("event", {}))
+    if not isinstance(event, events.MemberEvent):
+        raise WireError(f"not an event of members: {type(event).__name__}")
+    return events.Alike(event, msgspec.convert(value.get("ranks"), tuple[tuple[int, int], ...]))
 
 
 def effect_to_json(effect: events.Effect) -> dict[str, Any]:

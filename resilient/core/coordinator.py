@@ -15,6 +15,7 @@ for every hole", "the bound is over") is decided in transitions.py, after every 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from resilient.core import events as ev
@@ -403,6 +404,15 @@ def _drain(move: Move, event: ev.DrainRequested) -> None:
         move.enter(Phase.CLOSED, move.state.config.grace_s)
 
 
+def _alike(move: Move, event: ev.Alike) -> None:
+    """Each of these ranks, as if it had said so itself."""
+    assert move.state.plan is not None
+    handler = TABLE[type(event.event)][move.state.phase]
+    for first, last in event.ranks:
+        for member in move.state.plan.members[first : last + 1]:
+            handler(move, replace(event.event, worker=member.worker))
+
+
 # ---------------------------------------------------------------- the table
 
 _ORDER = tuple(Phase)  # forming, running, stopping, collecting, restoring, closed
@@ -452,5 +462,6 @@ TABLE: dict[type[Any], dict[Phase, Handler]] = {
         _no,          _no,          _no,          _persisted,   _no,          _no),
     ev.DrainRequested: _always(_drain),
     ev.TimePassed: _always(_no),
+    ev.Alike: _always(_alike),
 }
 # fmt: on

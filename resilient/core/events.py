@@ -20,6 +20,7 @@ from resilient.core.model import (
     Slot,
     State,
     Worker,
+    WorkerReport,
 )
 
 # ---------------------------------------------------------------- events
@@ -27,14 +28,28 @@ from resilient.core.model import (
 
 @dataclass(frozen=True)
 class NodeJoined:
+    """A node is there, with what runs on it.
+
+    workers: its inventory. Not empty where a leader takes over, or where a node comes back whose
+    lease had ended: those have kept their state. A node that is known in this incarnation already
+    has nothing new to say with it.
+    """
+
     node: str
     num_slots: int
+    incarnation: int = 0
+    workers: tuple[WorkerReport, ...] = ()
 
 
 @dataclass(frozen=True)
 class NodeLeft:
+    """certain: its processes are gone (its agent's connection was reset, or it said good-bye).
+    False: its lease has ended; it may be cut off and not know of it."""
+
     node: str
     note: str = ""
+    incarnation: int = 0
+    certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -195,6 +210,25 @@ class TimePassed:
     pass
 
 
+MemberEvent = WorkerJoined | WorkerRestored | WorkerStepped | WorkerInterrupted | WorkerFinished
+
+
+@dataclass(frozen=True)
+class Alike:
+    """The same event of many ranks of one generation, told as one.
+
+    A world of 80,000 ranks says the same thing 80,000 times in each phase of a recovery; whoever
+    collects the reports merges what is equal but for the worker.
+
+    Attributes:
+        event: of the first of these ranks.
+        ranks: of the generation that the event names, as (first, last) spans, ascending, disjoint.
+    """
+
+    event: MemberEvent
+    ranks: tuple[tuple[int, int], ...]
+
+
 Event = (
     NodeJoined
     | NodeLeft
@@ -214,6 +248,7 @@ Event = (
     | Persisted
     | DrainRequested
     | TimePassed
+    | Alike
 )
 
 # ---------------------------------------------------------------- effects

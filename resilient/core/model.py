@@ -158,7 +158,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Holding:
-    """One copy of the state that a worker can give.
+    """One copy of the state that a worker can give. Which generation it was made in is that of the
+    report it is in.
 
     Attributes:
         step: committed steps in it.
@@ -167,6 +168,26 @@ class Holding:
 
     step: int
     source: str = "live"
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """One living worker, as its node's inventory has it.
+
+    Attributes:
+        status: as far as its agent knows; READY too when it has left its generation.
+        slot: None for a spare.
+        generation: the one it is in or has last left; -1 before the first.
+        step: committed steps, as its node last heard.
+        holdings: empty while it is inside a generation.
+    """
+
+    worker: Worker
+    status: Status
+    slot: Slot | None = None
+    generation: int = -1
+    step: int = 0
+    holdings: tuple[Holding, ...] = ()
 
 
 class Outcome(Enum):
@@ -201,6 +222,14 @@ class Config:
         last_holder_timeout_s: what the ranks get on top when no other rank holds the state.
         grace_s: from SIGTERM to SIGKILL, on every path; also the bound of a drain.
         persists: the job has a checkpoint directory.
+        min_nodes, max_nodes: as `--nnodes MIN:MAX`. With fewer than min_nodes the job waits, state
+            kept; nodes beyond max_nodes stand by.
+        last_call_s: from min_nodes being there to the start, for more of them to come.
+        quorum_timeout_s: waiting for nodes, at the start and later, after which the job ends.
+        grow_delay_s: a node that came is taken in no sooner than this after the generation began.
+        orphan_timeout_s: a node without a lease whose generation still completes its collectives
+            goes on for this long at most; where nobody of the last generation is left to be
+            asked, the next one waits for it.
     """
 
     min_world_size: int = 1
@@ -216,6 +245,12 @@ class Config:
     last_holder_timeout_s: float = 30.0
     grace_s: float = 30.0
     persists: bool = False
+    min_nodes: int = 1
+    max_nodes: int = 1
+    last_call_s: float = 30.0
+    quorum_timeout_s: float = 600.0
+    grow_delay_s: float = 30.0
+    orphan_timeout_s: float = 300.0
 
     def check(self) -> None:
         """Raises ConfigError when a value is out of range or the bounds are not ordered."""
@@ -223,6 +258,8 @@ class Config:
             raise ConfigError("--min-world-size must be at least 1")
         if self.num_spares < 0 or self.max_restarts < 0:
             raise ConfigError("--spares and --max-restarts must not be negative")
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigError("--nnodes must be MIN:MAX with 1 <= MIN <= MAX")
         if min(self.interrupt_timeout_s, self.kill_timeout_s, self.grace_s) <= 0:
             raise ConfigError("timeouts must be greater than 0 seconds")
         if not self.interrupt_timeout_s < self.kill_timeout_s < self.rendezvous_timeout_s:

@@ -18,12 +18,37 @@ Every call takes a deadline. Errors by who must act:
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
+from resilient.core.changes import (
+    Change,
+    Closed,
+    LeaderChanged,
+    NodeArrived,
+    NodeGone,
+    Ordered,
+    Published,
+    Reported,
+)
 from resilient.core.events import Event
 from resilient.core.model import Plan
 from resilient.errors import RendezvousError
+
+__all__ = [
+    "Change",
+    "Closed",
+    "LeaderChanged",
+    "Lease",
+    "LeaseLost",
+    "NodeArrived",
+    "NodeGone",
+    "NotLeader",
+    "Ordered",
+    "Published",
+    "Rendezvous",
+    "Reported",
+]
 
 DEFAULT_TIMEOUT_S = 5.0
 
@@ -49,55 +74,6 @@ class Lease:
     node: str
     incarnation: int
     ttl_s: float | None
-
-
-@dataclass(frozen=True)
-class NodeArrived:
-    node: str
-    incarnation: int
-    num_slots: int
-
-
-@dataclass(frozen=True)
-class NodeGone:
-    """Its lease has ended, or it has left."""
-
-    node: str
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class LeaderChanged:
-    """node None: nobody leads now."""
-
-    node: str | None
-    term: int
-
-
-@dataclass(frozen=True)
-class Reported:
-    """number 0: advice, not kept."""
-
-    node: str
-    incarnation: int
-    number: int
-    event: Event
-
-
-@dataclass(frozen=True)
-class Published:
-    """answered: per node, the number of the newest report that the plan takes into account."""
-
-    plan: Plan
-    answered: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Closed:
-    reason: str
-
-
-Change = NodeArrived | NodeGone | LeaderChanged | Reported | Published | Closed
 
 
 class Rendezvous(Protocol):

@@ -77,6 +77,7 @@ EXAMPLES: dict[type[Any], ev.Event] = {
         ev.Persisted(W0, 5),
         ev.DrainRequested(15),
         ev.TimePassed(),
+        ev.Alike(ev.WorkerInterrupted(W0, 0, 5, LIVE), ((0, 1),)),
     )
 }
 
