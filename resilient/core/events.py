@@ -32,13 +32,14 @@ class NodeJoined:
 
     workers: its inventory. Not empty where a leader takes over, or where a node comes back whose
     lease had ended: those have kept their state. A node that is known in this incarnation already
-    has nothing new to say with it.
+    has nothing new to say with it. term: of the leader that it was told to.
     """
 
     node: str
     num_slots: int
     incarnation: int = 0
     workers: tuple[WorkerReport, ...] = ()
+    term: int = 0
 
 
 @dataclass(frozen=True)

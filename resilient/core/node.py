@@ -1,29 +1,34 @@
 """One agent's own decisions: what it still has to tell, whether it leads, whether it may go on.
 
 One pure function, `step(state, event, now_s) -> NodeDecision`; the agent is its shell and the
-rendezvous is what it talks to. The one idea: nothing that matters is only in a leader's memory.
-What an agent has seen stays in its outbox until a *plan* answers it; being read by a leader is not
-enough, since that leader may be gone before it has decided. So a new leader finds, in the
-rendezvous, the last plan and every report since.
+rendezvous is what it talks to. Two ideas.
 
-The lease is the other half. While a node holds one, the others count on it; when it cannot renew,
-it must have stopped before anybody else may take its ranks. Its end is therefore counted from when
-the renewal was *sent*, and a margin earlier. A node whose generation spans other nodes goes on
-until a collective fails (the others hold the same generation: nobody has replaced it yet); one that
-is alone in its generation, or sees a fault, fences itself: it leaves the generation and keeps the
-state. Without a lease it enters no generation.
+Nothing that matters is only in a leader's memory. What an agent has seen stays in its outbox until
+a *plan* answers it; being read by a leader is not enough, since that leader may be gone before it
+has decided. And to each new leader an agent tells its inventory: which workers it runs and what
+they hold. All orders of the old leader come before the change of leaders in the stream, so the
+inventory is complete.
+
+While a node holds its lease, the others count on it; when it cannot renew, it must have stopped
+before anybody else may take its ranks. The lease's end is counted from when the renewal was
+*sent*, and a margin earlier. A node whose generation spans other nodes goes on until it sees a
+fault (the others hold the same generation: nobody has replaced it yet), but no longer than the
+orphans' bound: all of its peers may be cut off with it. One that is alone in its generation, or
+sees a fault, fences itself: it leaves the generation and keeps the state. Without a lease it
+enters no generation. Whoever does not come out of a fence is killed.
 
 One node alone has a lease without an end: nobody could take over from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from resilient.core import changes as ch
 from resilient.core import events as ev
-from resilient.core.model import Plan
+from resilient.core.model import Outcome, Plan, Status, Worker, WorkerReport
 from resilient.errors import ConfigError
 
 _ADVICE = (ev.PaceMeasured, ev.WorkerSlow, ev.TimePassed)
@@ -31,6 +36,11 @@ _ADVICE = (ev.PaceMeasured, ev.WorkerSlow, ev.TimePassed)
 
 _FAULTS = (ev.WorkerExited, ev.WorkerFailed, ev.WorkersHung)
 """Of these, one is enough for a node without a lease to stop."""
+
+_OF_THE_NODE = (ev.DrainRequested, ev.HealthCheckFailed)
+"""What a new incarnation has to tell again; all else is in its inventory."""
+
+_INSIDE = (Status.ENTERED, Status.JOINED, Status.RESTORED)
 
 
 @dataclass(frozen=True)
@@ -41,13 +51,18 @@ class NodeConfig:
         node: its name.
         num_slots: workers it can run.
         repeat_s: a report that was not taken in is sent again after this long.
-        fence_margin_s: how long before the end of its lease a node has stopped.
+        fence_margin_s: how long before the end of its lease a node begins to stop; those who have
+            not come out after half of it are killed.
+        interrupt_timeout_s: the time to come out of a fence where the lease does not press.
+        orphan_timeout_s: without a lease, nobody goes on for longer than this.
     """
 
     node: str
     num_slots: int
     repeat_s: float = 1.0
     fence_margin_s: float = 2.0
+    interrupt_timeout_s: float = 5.0
+    orphan_timeout_s: float = 300.0
 
     def check(self) -> None:
         """Raises ConfigError when a value is out of range."""
@@ -55,6 +70,8 @@ class NodeConfig:
             raise ConfigError("a node must have at least 1 slot")
         if not (self.repeat_s > 0 and self.fence_margin_s >= 0):
             raise ConfigError("the times of a node must be greater than 0 seconds")
+        if not self.interrupt_timeout_s < self.orphan_timeout_s:
+            raise ConfigError("a node must come out of a fence within the orphans' bound")
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,7 @@ class Report:
     """One event for the coordinator, in the outbox.
 
     Attributes:
-        number: counts up within an incarnation; a leader takes each number once.
+        number: counts up; a leader takes each number of an incarnation once.
         sent_s: when it was last handed to the rendezvous; None: it has to be.
         stored: the rendezvous has it.
     """
@@ -81,9 +98,16 @@ class NodeState:
         incarnation: of this node, given with the lease; None while not registered.
         lease_ends_s: None: it never does (one node alone), or there is none.
         term: of its own leadership; None: it does not lead.
+        leader_term: of the newest leader seen in the stream.
+        told: (incarnation, term) that the inventory was last told for.
+        last_order: (term, number) of the newest order carried out.
         plan: newest one seen.
+        entered: generation that this node's members were last told to enter.
+        aborted: newest generation that an order has aborted.
         outbox: what no plan has answered yet, in order.
         fenced: it has left its generation by itself and waits, state kept, for a new lease.
+        kill_s: when those who have not left the fenced generation are killed.
+        workers: this node's own, living.
     """
 
     config: NodeConfig
@@ -91,10 +115,17 @@ class NodeState:
     lease_ends_s: float | None = None
     lost_lease: bool = False
     term: int | None = None
+    leader_term: int = 0
+    told: tuple[int, int] | None = None
+    last_order: tuple[int, int] = (0, 0)
     plan: Plan | None = None
+    entered: int = -1
+    aborted: int = -1
     outbox: tuple[Report, ...] = ()
     next_number: int = 1
     fenced: bool = False
+    kill_s: float | None = None
+    workers: Mapping[Worker, WorkerReport] = field(default_factory=dict)
     closed: bool = False
 
 
@@ -118,7 +149,7 @@ class Renewed:
 
 @dataclass(frozen=True)
 class LeaseLost:
-    """The rendezvous says that the lease has ended."""
+    """The rendezvous says that the lease has ended, or its stream cannot be followed any more."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +158,10 @@ class Elected:
 
 
 @dataclass(frozen=True)
-class Deposed:
-    pass
+class Changed:
+    """The next change of the rendezvous's stream."""
+
+    change: ch.Change
 
 
 @dataclass(frozen=True)
@@ -146,35 +179,11 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class PlanSeen:
-    """A plan was published. answered: number of this node's newest report that it answers."""
-
-    plan: Plan
-    answered: int = 0
-
-
-@dataclass(frozen=True)
-class JobClosed:
-    """The job has ended; nothing is waited for any more."""
-
-
-@dataclass(frozen=True)
 class TimePassed:
     pass
 
 
-NodeEvent = (
-    Registered
-    | Renewed
-    | LeaseLost
-    | Elected
-    | Deposed
-    | Seen
-    | Stored
-    | PlanSeen
-    | JobClosed
-    | TimePassed
-)
+NodeEvent = Registered | Renewed | LeaseLost | Elected | Changed | Seen | Stored | TimePassed
 
 # ---------------------------------------------------------------- effects
 
@@ -209,19 +218,19 @@ class Forget:
 
 @dataclass(frozen=True)
 class Lead:
-    """Run the coordinator from here: begin with the last plan and the reports in the rendezvous."""
+    """Lead from here: feed leader.py the stream from its beginning."""
 
     term: int
 
 
 @dataclass(frozen=True)
 class StepDown:
-    """Stop deciding: somebody else leads, or nobody does."""
+    """Stop leading: somebody else does, or nobody."""
 
 
 @dataclass(frozen=True)
 class EnterGeneration:
-    """This node has members in the plan: they are to enter it."""
+    """This node's members of the plan are to enter it."""
 
     plan: Plan
 
@@ -234,7 +243,33 @@ class Fence:
     reason: str
 
 
-NodeEffect = Register | Campaign | SendReport | Forget | Lead | StepDown | EnterGeneration | Fence
+@dataclass(frozen=True)
+class CarryOut:
+    """One of the leader's effects, about workers of this node."""
+
+    effect: ev.Effect
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over: what is left here is killed, and the agent ends."""
+
+    reason: str
+    outcome: Outcome | None
+
+
+NodeEffect = (
+    Register
+    | Campaign
+    | SendReport
+    | Forget
+    | Lead
+    | StepDown
+    | EnterGeneration
+    | Fence
+    | CarryOut
+    | End
+)
 
 
 class NodeDecision(NamedTuple):
@@ -257,17 +292,18 @@ def step(state: NodeState, event: NodeEvent, now_s: float) -> NodeDecision:
 
     Returns:
         Effects in order; wake_s: next repetition of a report, or the last moment to stop before
-        the lease ends.
+        the lease ends, or to kill what does not stop.
     """
     if state.closed:
         return NodeDecision(state, reason="the job has ended")
     state, effects, reason = _HANDLERS[type(event)](state, event, now_s)
     if state.closed:
         return NodeDecision(state, tuple(effects), None, reason)
-    fence = _fence_if_due(state, event, now_s)
-    if fence is not None:
-        state, more, reason = fence
-        effects = [*effects, *more]
+    for rule in (_fence_if_due, _kill_if_due, _tell_inventory):
+        result = rule(state, event, now_s)
+        if result is not None:
+            state, more, why = result
+            effects, reason = [*effects, *more], why or reason
     state, sends = _send_due(state, now_s)
     return NodeDecision(state, (*effects, *sends), _wake_s(state, now_s), reason or "noted")
 
@@ -279,18 +315,31 @@ def may_enter(state: NodeState, now_s: float) -> bool:
 
 _Result = tuple[NodeState, list[NodeEffect], str]
 
+# ---------------------------------------------------------------- the lease
+
 
 def _registered(state: NodeState, event: Registered, now_s: float) -> _Result:
+    again = state.incarnation is not None
     state = replace(
         state,
         incarnation=event.incarnation,
         lease_ends_s=event.ends_s,
         lost_lease=False,
         fenced=False,
-        # What the last incarnation reported went with its lease: all of it is told anew.
-        outbox=tuple(replace(r, sent_s=None, stored=False) for r in state.outbox),
+        # What the last incarnation reported went with its lease; the inventory says it anew.
+        outbox=tuple(
+            replace(r, sent_s=None, stored=False)
+            for r in state.outbox
+            if not again or isinstance(r.event, _OF_THE_NODE)
+        ),
     )
-    return state, [Campaign()], f"registered as incarnation {event.incarnation}"
+    effects: list[NodeEffect] = [Campaign()]
+    generation = _generation_inside(state)
+    if generation is not None:  # the others have given this node up, and its generation with it
+        state, more, _ = _fence(state, generation, "registered anew", now_s, None)
+        state = replace(state, fenced=False)
+        effects += more
+    return state, effects, f"registered as incarnation {event.incarnation}"
 
 
 def _renewed(state: NodeState, event: Renewed, now_s: float) -> _Result:
@@ -300,7 +349,8 @@ def _renewed(state: NodeState, event: Renewed, now_s: float) -> _Result:
     state = replace(state, lease_ends_s=max(state.lease_ends_s, event.ends_s))
     if not was_ending or _is_ending(state, now_s):
         return state, [], ""
-    return replace(state, fenced=False), [Campaign()], "the lease was renewed after all"
+    state, effects, _ = _enter_if_due(replace(state, fenced=False), now_s)
+    return state, [Campaign(), *effects], "the lease was renewed after all"
 
 
 def _lease_lost(state: NodeState, event: LeaseLost, now_s: float) -> _Result:
@@ -308,52 +358,190 @@ def _lease_lost(state: NodeState, event: LeaseLost, now_s: float) -> _Result:
         return state, [], ""
     effects: list[NodeEffect] = [StepDown()] if state.term is not None else []
     effects.append(Register(state.config.node, state.config.num_slots))
-    return replace(state, lost_lease=True, term=None), effects, "the lease has ended"
+    ends_s = now_s if state.lease_ends_s is None else min(state.lease_ends_s, now_s)
+    state = replace(state, lost_lease=True, term=None, lease_ends_s=ends_s)
+    return state, effects, "the lease has ended"
+
+
+def _is_ending(state: NodeState, now_s: float) -> bool:
+    ends_s = state.lease_ends_s
+    return ends_s is not None and now_s >= ends_s - state.config.fence_margin_s
+
+
+# ---------------------------------------------------------------- leadership and the stream
 
 
 def _elected(state: NodeState, event: Elected, now_s: float) -> _Result:
     if not may_enter(state, now_s):
         return state, [], "elected without a lease: not counted"
+    if event.term < state.leader_term or event.term == state.term:
+        return state, [], "elected in a term that is over"
     return replace(state, term=event.term), [Lead(event.term)], f"leads, term {event.term}"
 
 
-def _deposed(state: NodeState, event: Deposed, now_s: float) -> _Result:
-    if state.term is None:
+def _changed(state: NodeState, event: Changed, now_s: float) -> _Result:
+    handler = _CHANGES.get(type(event.change))
+    return handler(state, event.change, now_s) if handler is not None else (state, [], "")
+
+
+def _gone(state: NodeState, change: ch.NodeGone, now_s: float) -> _Result:
+    if (change.node, change.incarnation) != (state.config.node, state.incarnation):
+        return state, [], ""
+    return _lease_lost(state, LeaseLost(), now_s)
+
+
+def _leader_changed(state: NodeState, change: ch.LeaderChanged, now_s: float) -> _Result:
+    state = replace(state, leader_term=max(state.leader_term, change.term))
+    mine = change.node == state.config.node and change.term == state.term
+    if state.term is None or mine or change.term < state.term:
         return state, [], ""
     return replace(state, term=None), [StepDown(), Campaign()], "leads no more"
 
 
+def _published(state: NodeState, change: ch.Published, now_s: float) -> _Result:
+    effects: list[NodeEffect] = []
+    answered = change.answered.get(state.config.node, 0)
+    kept = tuple(r for r in state.outbox if r.number > answered)
+    if len(kept) < len(state.outbox):
+        effects.append(Forget(answered))
+    state = replace(state, outbox=kept)
+    if state.plan is not None and change.plan.generation <= state.plan.generation:
+        return state, effects, "an older plan"
+    state, more, reason = _enter_if_due(replace(state, plan=change.plan), now_s)
+    return state, effects + more, reason
+
+
+def _enter_if_due(state: NodeState, now_s: float) -> _Result:
+    """Enters the newest plan, unless it has been entered or aborted, or there is no lease."""
+    plan = state.plan
+    if plan is None or plan.generation <= max(state.entered, state.aborted):
+        return state, [], ""
+    if not _members(state):
+        return state, [], "stands by"
+    if not may_enter(state, now_s) or state.fenced:
+        return state, [], "no lease: enters no generation"
+    workers = dict(state.workers)
+    for member in plan.members:
+        known = workers.get(member.worker)
+        if known is not None:
+            workers[member.worker] = replace(
+                known, status=Status.ENTERED, slot=member.slot, generation=plan.generation,
+                step=plan.cut.step, holdings=(),
+            )  # fmt: skip
+    state = replace(state, entered=plan.generation, kill_s=None, workers=workers)
+    return state, [EnterGeneration(plan)], f"generation {plan.generation}"
+
+
+def _ordered(state: NodeState, change: ch.Ordered, now_s: float) -> _Result:
+    if change.term < state.leader_term or (change.term, change.number) <= state.last_order:
+        return state, [], ""
+    state = replace(state, last_order=(change.term, change.number))
+    effects: list[NodeEffect] = []
+    for effect in change.effects:
+        if isinstance(effect, ev.AbortGeneration):
+            state = _aborted(state, effect.generation, now_s)
+        if isinstance(effect, ev.Persist) and not may_enter(state, now_s):
+            continue
+        mine = _own_part(state, effect)
+        if mine is None:
+            continue
+        if isinstance(mine, ev.StartWorker):
+            if mine.worker in state.workers:
+                continue
+            report = WorkerReport(mine.worker, Status.STARTING, mine.slot)
+            state = replace(state, workers={**state.workers, mine.worker: report})
+        effects.append(CarryOut(mine))
+    return state, effects, f"order {change.term}/{change.number}"
+
+
+def _own_part(state: NodeState, effect: ev.Effect) -> ev.Effect | None:
+    """What of the effect concerns this node."""
+    node = state.config.node
+    match effect:
+        case ev.StartWorker() | ev.KillWorker() | ev.TerminateWorker() | ev.Persist():
+            return effect if effect.worker.node == node else None
+        case ev.AbortGeneration() | ev.DumpStacks() | ev.Close() | ev.Stop():
+            workers = tuple(worker for worker in effect.workers if worker.node == node)
+            return replace(effect, workers=workers) if workers else None
+    return None
+
+
+def _aborted(state: NodeState, generation: int, now_s: float) -> NodeState:
+    """An abort of a generation that this node has not entered: its members can say so at once."""
+    plan = state.plan
+    state = replace(state, aborted=max(state.aborted, generation))
+    if plan is None or plan.generation != generation or state.entered >= generation:
+        return state
+    for member in _members(state):
+        known = state.workers.get(member)
+        if known is not None and known.status in (Status.READY, Status.FINISHED):
+            left = ev.WorkerInterrupted(member, generation, known.step, known.holdings)
+            state = _enqueue(state, left)
+    return state
+
+
+def _closed(state: NodeState, change: ch.Closed, now_s: float) -> _Result:
+    state = replace(state, closed=True, outbox=(), term=None)
+    return state, [End(change.reason, change.outcome)], f"the job has ended: {change.reason}"
+
+
+_CHANGES: dict[type[Any], Callable[[NodeState, Any, float], _Result]] = {
+    ch.NodeGone: _gone,
+    ch.LeaderChanged: _leader_changed,
+    ch.Published: _published,
+    ch.Ordered: _ordered,
+    ch.Closed: _closed,
+}
+
+# ---------------------------------------------------------------- what its workers do
+
+
 def _seen(state: NodeState, event: Seen, now_s: float) -> _Result:
+    state = replace(state, workers=_note(state.workers, event.event))
     if isinstance(event.event, _ADVICE):
         return state, [SendReport(0, event.event)], ""
-    report = Report(state.next_number, event.event)
-    state = replace(state, outbox=(*state.outbox, report), next_number=report.number + 1)
-    return state, [], ""
+    return _enqueue(state, event.event), [], ""
+
+
+def _enqueue(state: NodeState, event: ev.Event) -> NodeState:
+    report = Report(state.next_number, event)
+    return replace(state, outbox=(*state.outbox, report), next_number=report.number + 1)
+
+
+def _note(workers: Mapping[Worker, WorkerReport], event: ev.Event) -> Mapping[Worker, WorkerReport]:
+    """The inventory after what one worker has done."""
+    worker = getattr(event, "worker", None)
+    known = workers.get(worker) if worker is not None else None
+    if known is None:
+        return workers
+    match event:
+        case ev.WorkerExited():
+            return {w: report for w, report in workers.items() if w != worker}
+        case ev.WorkerReady():
+            known = replace(known, status=Status.READY)
+        case ev.WorkerJoined():
+            known = replace(known, status=Status.JOINED)
+        case ev.WorkerRestored():
+            known = replace(known, status=Status.RESTORED)
+        case ev.WorkerStepped():
+            known = replace(known, step=event.step)
+        case ev.WorkerInterrupted() | ev.WorkerFailed() | ev.WorkerFinished():
+            finished = isinstance(event, ev.WorkerFinished)
+            known = replace(
+                known,
+                status=Status.FINISHED if finished else Status.READY,
+                generation=event.generation,
+                step=event.step,
+                holdings=tuple(holding.of(event.generation) for holding in event.holdings),
+            )
+        case _:
+            return workers
+    return {**workers, known.worker: known}
 
 
 def _stored(state: NodeState, event: Stored, now_s: float) -> _Result:
     outbox = tuple(replace(r, stored=True) if r.number == event.number else r for r in state.outbox)
     return replace(state, outbox=outbox), [], ""
-
-
-def _plan_seen(state: NodeState, event: PlanSeen, now_s: float) -> _Result:
-    effects: list[NodeEffect] = []
-    kept = tuple(r for r in state.outbox if r.number > event.answered)
-    if len(kept) < len(state.outbox):
-        effects.append(Forget(event.answered))
-    state = replace(state, outbox=kept)
-    if state.plan is not None and event.plan.generation <= state.plan.generation:
-        return state, effects, "an older plan"
-    state = replace(state, plan=event.plan)
-    if not _has_members(state):
-        return state, effects, "stands by"
-    if not may_enter(state, now_s) or state.fenced:
-        return state, effects, "no lease: enters no generation"
-    return state, [*effects, EnterGeneration(event.plan)], f"generation {event.plan.generation}"
-
-
-def _job_closed(state: NodeState, event: JobClosed, now_s: float) -> _Result:
-    return replace(state, closed=True, outbox=()), [], "the job has ended"
 
 
 def _time_passed(state: NodeState, event: TimePassed, now_s: float) -> _Result:
@@ -365,23 +553,26 @@ _HANDLERS: dict[type[Any], Callable[[NodeState, Any, float], _Result]] = {
     Renewed: _renewed,
     LeaseLost: _lease_lost,
     Elected: _elected,
-    Deposed: _deposed,
+    Changed: _changed,
     Seen: _seen,
     Stored: _stored,
-    PlanSeen: _plan_seen,
-    JobClosed: _job_closed,
     TimePassed: _time_passed,
 }
 
 
-def _is_ending(state: NodeState, now_s: float) -> bool:
-    ends_s = state.lease_ends_s
-    return ends_s is not None and now_s >= ends_s - state.config.fence_margin_s
-
-
-def _has_members(state: NodeState) -> bool:
+def _members(state: NodeState) -> list[Worker]:
+    """This node's members of the newest plan."""
     members = state.plan.members if state.plan is not None else ()
-    return any(member.slot.node == state.config.node for member in members)
+    return [member.worker for member in members if member.slot.node == state.config.node]
+
+
+def _inside(state: NodeState) -> list[Worker]:
+    return [w for w, known in sorted(state.workers.items()) if known.status in _INSIDE]
+
+
+def _generation_inside(state: NodeState) -> int | None:
+    inside = _inside(state)
+    return state.workers[inside[0]].generation if inside else None
 
 
 def _is_alone(state: NodeState) -> bool:
@@ -389,8 +580,12 @@ def _is_alone(state: NodeState) -> bool:
     return all(member.slot.node == state.config.node for member in members)
 
 
+# ---------------------------------------------------------------- rules after every event
+
+
 def _fence_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result | None:
-    """Fences a node without a lease that is alone in its generation, or sees a fault."""
+    """Fences a node without a lease that is alone in its generation, sees a fault, or has gone on
+    for as long as orphans may."""
     if state.fenced or state.incarnation is None:
         return None
     if not state.lost_lease and not _is_ending(state, now_s):
@@ -399,13 +594,57 @@ def _fence_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result |
     if state.term is not None:  # somebody else may lead from now on
         state = replace(state, term=None)
         effects.append(StepDown())
+    generation = _generation_inside(state)
     fault = isinstance(event, Seen) and isinstance(event.event, _FAULTS)
-    if not _has_members(state) or not (_is_alone(state) or fault):
+    assert state.lease_ends_s is not None
+    orphaned = now_s >= state.lease_ends_s + state.config.orphan_timeout_s
+    if generation is None or not (_is_alone(state) or fault or orphaned):
         return (state, effects, "no lease: goes on, leads no more") if effects else None
-    assert state.plan is not None
-    reason = "a fault while the lease could not be renewed" if fault else "the lease is ending"
-    effects.append(Fence(state.plan.generation, reason))
-    return replace(state, fenced=True), effects, reason
+    if fault:
+        reason = "a fault while the lease could not be renewed"
+    else:
+        reason = "the lease is ending" if not orphaned else "without a lease for too long"
+    by_s = state.lease_ends_s if _is_alone(state) else None
+    state, more, _ = _fence(state, generation, reason, now_s, by_s)
+    return state, effects + more, reason
+
+
+def _fence(
+    state: NodeState, generation: int, reason: str, now_s: float, by_s: float | None
+) -> _Result:
+    """by_s: when nobody may be inside any more; None: nobody is waiting for it."""
+    kill_s = now_s + state.config.interrupt_timeout_s
+    if by_s is not None:
+        kill_s = min(kill_s, by_s - state.config.fence_margin_s / 2)
+    fence = Fence(generation, reason)
+    return replace(state, fenced=True, kill_s=max(kill_s, now_s)), [fence], reason
+
+
+def _kill_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result | None:
+    """Kills those who have not left a generation that this node has fenced itself out of."""
+    if state.kill_s is None:
+        return None
+    inside = _inside(state)
+    if inside and now_s < state.kill_s:
+        return None
+    kills: list[NodeEffect] = [
+        CarryOut(ev.KillWorker(worker, "did not leave its generation in time")) for worker in inside
+    ]
+    return replace(state, kill_s=None), kills, "killing what does not stop" if kills else ""
+
+
+def _tell_inventory(state: NodeState, event: NodeEvent, now_s: float) -> _Result | None:
+    """To each leader, and from each incarnation, once."""
+    if state.incarnation is None or state.lost_lease or state.leader_term == 0:
+        return None
+    now = (state.incarnation, state.leader_term)
+    if state.told == now:
+        return None
+    config = state.config
+    workers = tuple(report for _, report in sorted(state.workers.items()))
+    inventory = ev.NodeJoined(config.node, config.num_slots, state.incarnation, workers, now[1])
+    kept = tuple(r for r in state.outbox if not isinstance(r.event, ev.NodeJoined))
+    return _enqueue(replace(state, outbox=kept, told=now), inventory), [], "tells what it runs"
 
 
 def _send_due(state: NodeState, now_s: float) -> tuple[NodeState, list[NodeEffect]]:
@@ -431,6 +670,9 @@ def _wake_s(state: NodeState, now_s: float) -> float | None:
             for report in state.outbox
             if not report.stored and report.sent_s is not None
         ]
-        if state.lease_ends_s is not None and not _is_ending(state, now_s):
-            times.append(state.lease_ends_s - state.config.fence_margin_s)
-    return min(times, default=None)
+    if state.lease_ends_s is not None and not state.fenced:
+        ends_s = state.lease_ends_s
+        times += [ends_s - state.config.fence_margin_s, ends_s + state.config.orphan_timeout_s]
+    if state.kill_s is not None:
+        times.append(state.kill_s)
+    return min((time for time in times if time > now_s), default=None)

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from resilient.core import changes as ch
 from resilient.core import events as ev
 from resilient.core import node as n
-from resilient.core.model import Cut, CutKind, Member, Plan, Slot, Worker
+from resilient.core.model import (
+    Cut,
+    CutKind,
+    Holding,
+    Member,
+    Outcome,
+    Plan,
+    Slot,
+    Status,
+    Worker,
+    WorkerReport,
+)
 from resilient.errors import ConfigError
 
 CONFIG = n.NodeConfig("n0", 2, repeat_s=1.0, fence_margin_s=2.0)
@@ -19,6 +31,19 @@ def plan(generation: int, *nodes: str) -> Plan:
         Member(rank, Slot(node, 0), Worker(node, rank)) for rank, node in enumerate(nodes)
     )
     return Plan(generation, members, ("h", 1), Cut(CutKind.INITIAL, 0))
+
+
+def published(plan: Plan, answered: int = 0) -> n.Changed:
+    return n.Changed(ch.Published(plan, {"n0": answered}))
+
+
+def ordered(*effects: ev.Effect, term: int = 1, number: int = 1) -> n.Changed:
+    return n.Changed(ch.Ordered(term, number, effects))
+
+
+LEFT = n.Seen(ev.WorkerInterrupted(Worker("n0", 0), 0, 5, (Holding(5),)))
+LATE = "did not leave its generation in time"
+W0, W1, OTHER = Worker("n0", 0), Worker("n0", 1), Worker("n1", 1)
 
 
 class Agent:
@@ -36,9 +61,26 @@ class Agent:
         assert self.wake_s is None or self.wake_s > self.now_s, "it would spin"
         return list(decision.effects)
 
+    def enter(self, plan: Plan) -> None:
+        """Its members are started, reach the decorator, and enter."""
+        members = [m for m in plan.members if m.slot.node == "n0"]
+        for member in members:
+            start = ev.StartWorker(member.worker, member.slot)
+            self.tell(ordered(start, number=self.state.last_order[1] + 1))
+            self.tell(n.Seen(ev.WorkerReady(member.worker)))
+        assert self.tell(published(plan, self.state.next_number)) == [
+            n.Forget(self.state.next_number),
+            n.EnterGeneration(plan),
+        ]
+
     def at(self, now_s: float) -> list[n.NodeEffect]:
         self.now_s = now_s
         return self.tell(n.TimePassed())
+
+    def store(self) -> None:
+        """The rendezvous takes in all that was reported."""
+        for report in self.state.outbox:
+            self.tell(n.Stored(report.number))
 
 
 def test_a_report_is_sent_at_once_and_again_until_it_is_stored() -> None:
@@ -59,19 +101,83 @@ def test_a_report_is_kept_until_a_plan_answers_it() -> None:
     agent.tell(n.Stored(1))
     agent.tell(n.Stored(2))
     assert [r.number for r in agent.state.outbox] == [1, 2]
-    effects = agent.tell(n.PlanSeen(plan(1, "n0", "n1"), answered=1))
+    effects = agent.tell(published(plan(1, "n0", "n1"), 1))
     assert effects == [n.Forget(1), n.EnterGeneration(plan(1, "n0", "n1"))]
     assert [r.number for r in agent.state.outbox] == [2]
 
 
-def test_a_new_incarnation_tells_everything_unanswered_anew() -> None:
+def test_a_new_incarnation_tells_what_it_runs_and_what_the_node_was_asked() -> None:
     agent = Agent(ends_s=10.0)
+    agent.tell(n.Changed(ch.LeaderChanged("n1", 1)))
+    drain = ev.DrainRequested(15)
+    agent.tell(n.Seen(drain))
     agent.tell(n.Seen(EXIT))
     agent.tell(n.Stored(1))
     assert agent.tell(n.LeaseLost()) == [n.Register("n0", 2)]
     assert agent.tell(n.Seen(STEPPED)) == []  # nowhere to tell it to
     effects = agent.tell(n.Registered(2, 30.0))
-    assert effects == [n.Campaign(), n.SendReport(1, EXIT), n.SendReport(2, STEPPED)]
+    assert effects[0] == n.Campaign()
+    told = [effect.event for effect in effects if isinstance(effect, n.SendReport)]
+    assert told == [drain, ev.NodeJoined("n0", 2, 2, (), 1)]
+
+
+def test_each_leader_is_told_what_the_node_runs() -> None:
+    agent = Agent(ends_s=1e6)
+    first = agent.tell(n.Changed(ch.LeaderChanged("n1", 1)))
+    assert first == [n.SendReport(1, ev.NodeJoined("n0", 2, 1, (), 1))]
+    assert agent.tell(n.Changed(ch.LeaderChanged("n1", 1))) == []
+    agent.enter(plan(0, "n0", "n1"))
+    agent.tell(n.Seen(ev.WorkerJoined(W0, 0)))
+    agent.tell(n.Seen(ev.WorkerRestored(W0, 0)))
+    agent.tell(ordered(ev.StartWorker(Worker("n0", 7), None), number=9))
+    (effect,) = agent.tell(n.Changed(ch.LeaderChanged("n2", 2)))
+    assert isinstance(effect, n.SendReport) and isinstance(effect.event, ev.NodeJoined)
+    assert effect.event.term == 2
+    assert effect.event.workers == (
+        WorkerReport(W0, Status.RESTORED, Slot("n0", 0), 0),
+        WorkerReport(Worker("n0", 7), Status.STARTING),
+    )
+    held = (Holding(5), Holding(4, "undo", 0))
+    agent.tell(n.Seen(ev.WorkerInterrupted(W0, 3, 5, held)))
+    (effect,) = agent.tell(n.Changed(ch.LeaderChanged("n1", 3)))
+    assert isinstance(effect, n.SendReport) and isinstance(effect.event, ev.NodeJoined)
+    left = WorkerReport(W0, Status.READY, Slot("n0", 0), 3, 5, (Holding(5, "live", 3), held[1]))
+    assert effect.event.workers[0] == left
+
+
+def test_an_order_is_carried_out_once_and_only_by_those_it_concerns() -> None:
+    agent = Agent()
+    start = ev.StartWorker(W0, Slot("n0", 0))
+    assert agent.tell(ordered(start, ev.StartWorker(OTHER, Slot("n1", 0)))) == [n.CarryOut(start)]
+    assert agent.tell(ordered(start)) == []
+    assert agent.tell(ordered(start, number=2)) == []  # it runs already
+    abort = ev.AbortGeneration(0, (W0, OTHER), "why")
+    mine = n.CarryOut(ev.AbortGeneration(0, (W0,), "why"))
+    assert agent.tell(ordered(abort, number=3)) == [mine]
+    agent.tell(n.Changed(ch.LeaderChanged("n1", 5)))
+    assert agent.tell(ordered(ev.KillWorker(W0, "why"), term=4, number=9)) == []  # deposed
+
+
+def test_without_a_lease_nothing_is_persisted() -> None:
+    agent = Agent(ends_s=10.0)
+    persist = ev.Persist(W0, 5)
+    assert agent.tell(ordered(persist, number=1)) == [n.CarryOut(persist)]
+    agent.now_s = 9.0
+    assert agent.tell(ordered(persist, number=2)) == []
+
+
+def test_an_abort_that_comes_before_the_entry_is_answered_at_once() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.tell(n.Seen(ev.WorkerInterrupted(W0, 0, 5, (Holding(5),))))
+    agent.store()
+    agent.now_s = 8.5
+    assert agent.tell(published(plan(1, "n0", "n1"))) == []
+    agent.tell(ordered(ev.AbortGeneration(1, (W0,), "late"), number=5))
+    effects = agent.tell(n.Renewed(18.0))
+    assert not [e for e in effects if isinstance(e, n.EnterGeneration)]
+    left = ev.WorkerInterrupted(W0, 1, 5, (Holding(5, "live", 0),))
+    assert agent.state.outbox[-1].event == left
 
 
 def test_advice_is_told_once() -> None:
@@ -83,53 +189,84 @@ def test_advice_is_told_once() -> None:
 
 def test_a_plan_is_entered_once() -> None:
     agent = Agent()
-    assert agent.tell(n.PlanSeen(plan(1, "n0"))) == [n.EnterGeneration(plan(1, "n0"))]
-    assert agent.tell(n.PlanSeen(plan(1, "n0"))) == []
-    assert agent.tell(n.PlanSeen(plan(0, "n0"))) == []
-    assert agent.tell(n.PlanSeen(plan(2, "n1"))) == []  # stands by
+    assert agent.tell(published(plan(1, "n0"))) == [n.EnterGeneration(plan(1, "n0"))]
+    assert agent.tell(published(plan(1, "n0"))) == []
+    assert agent.tell(published(plan(0, "n0"))) == []
+    assert agent.tell(published(plan(2, "n1"))) == []  # stands by
 
 
 def test_leadership_comes_and_goes() -> None:
     agent = Agent()
     assert agent.tell(n.Elected(3)) == [n.Lead(3)]
-    assert agent.tell(n.Deposed()) == [n.StepDown(), n.Campaign()]
-    assert agent.tell(n.Deposed()) == []
+    agent.tell(n.Changed(ch.LeaderChanged("n0", 3)))
+    agent.store()
+    assert agent.tell(n.Changed(ch.LeaderChanged(None, 3))) == [n.StepDown(), n.Campaign()]
+    assert agent.tell(n.Changed(ch.LeaderChanged(None, 3))) == []
 
 
 def test_alone_in_its_generation_it_stops_before_the_lease_ends() -> None:
     agent = Agent(ends_s=10.0)
     agent.tell(n.Elected(1))
-    agent.tell(n.PlanSeen(plan(0, "n0", "n0")))
+    agent.enter(plan(0, "n0", "n0"))
     assert agent.wake_s == 8.0
     assert agent.at(7.9) == []
     assert agent.at(8.0) == [n.StepDown(), n.Fence(0, "the lease is ending")]
-    assert agent.at(9.0) == []
-    assert agent.tell(n.PlanSeen(plan(1, "n0"))) == []  # enters nothing
+    agent.tell(LEFT)
+    agent.store()
+    late = n.CarryOut(ev.KillWorker(W1, LATE))
+    assert agent.wake_s == 9.0
+    assert agent.at(9.0) == [late]
+    assert agent.at(9.5) == []
+    assert agent.tell(published(plan(1, "n0"))) == []  # enters nothing
     agent.tell(n.LeaseLost())
     agent.tell(n.Registered(2, 60.0))
-    assert agent.tell(n.PlanSeen(plan(2, "n0"))) == [n.EnterGeneration(plan(2, "n0"))]
+    assert agent.tell(published(plan(2, "n0"))) == [n.EnterGeneration(plan(2, "n0"))]
 
 
 def test_among_others_it_goes_on_until_it_sees_a_fault() -> None:
     agent = Agent(ends_s=10.0)
     agent.tell(n.Elected(1))
-    agent.tell(n.PlanSeen(plan(0, "n0", "n1")))
+    agent.enter(plan(0, "n0", "n1"))
     assert agent.at(8.0) == [n.StepDown()]
     assert agent.at(300.0) == []
     effects = agent.tell(n.Seen(EXIT))
     assert n.Fence(0, "a fault while the lease could not be renewed") in effects
+    agent.store()
+    assert agent.wake_s == 305.0
+    assert agent.at(305.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
+
+
+def test_among_others_it_goes_on_no_longer_than_orphans_may() -> None:
+    """All of its peers may be cut off with it, and others have begun anew without them."""
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0", "n1"))
+    assert agent.at(309.9) == []
+    assert agent.at(310.0) == [n.Fence(0, "without a lease for too long")]
+
+
+def test_registered_anew_it_leaves_what_it_was_in() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.now_s = 11.0
+    agent.tell(n.LeaseLost())
+    assert n.Fence(0, "registered anew") in agent.tell(n.Registered(2, 21.0))
+    agent.tell(LEFT)
+    agent.store()
+    assert agent.at(16.0) == [] and not agent.state.fenced
 
 
 def test_a_renewal_moves_the_end_and_a_late_one_unfences() -> None:
     agent = Agent(ends_s=10.0)
-    agent.tell(n.PlanSeen(plan(0, "n0")))
+    agent.enter(plan(0, "n0"))
     agent.now_s = 5.0
     agent.tell(n.Renewed(15.0))
     assert agent.wake_s == 13.0
     assert agent.at(13.0) == [n.Fence(0, "the lease is ending")]
+    agent.tell(LEFT)
+    agent.store()
     agent.now_s = 14.0
     assert agent.tell(n.Renewed(23.0)) == [n.Campaign()]
-    assert agent.tell(n.PlanSeen(plan(1, "n0"))) == [n.EnterGeneration(plan(1, "n0"))]
+    assert agent.tell(published(plan(1, "n0"))) == [n.EnterGeneration(plan(1, "n0"))]
 
 
 def test_elected_without_a_lease_it_does_not_lead() -> None:
@@ -140,13 +277,13 @@ def test_elected_without_a_lease_it_does_not_lead() -> None:
 
 def test_a_lease_without_end_is_never_fenced() -> None:
     agent = Agent(ends_s=None)
-    agent.tell(n.PlanSeen(plan(0, "n0")))
+    agent.tell(published(plan(0, "n0")))
     assert agent.at(1e9) == [] and agent.wake_s is None
 
 
 def test_after_the_end_nothing_is_done() -> None:
     agent = Agent(ends_s=10.0)
-    agent.tell(n.JobClosed())
+    agent.tell(n.Changed(ch.Closed("over", Outcome.DONE)))
     assert agent.tell(n.Seen(EXIT)) == [] and agent.wake_s is None
 
 

@@ -1,0 +1,464 @@
+"""The leader between the rendezvous's stream and the coordinator.
+
+One pure function, `step(state, event, now_s) -> LeaderDecision`. The stream's changes become the
+coordinator's events; its effects become records that are written to the rendezvous, one at a time
+and in order, each on condition that this agent still leads. So a leader that was deposed changes
+nothing any more, whatever it has decided since.
+
+A new leader first listens: it begins with the stream's beginning (nodes, the last plan, orders,
+reports that no plan has answered) and waits until each node has told what it runs. A node that
+does not answer keeps it waiting no longer than its lease. Then takeover.py makes the coordinator's
+state of it, and the reports follow in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from resilient.core import changes as ch
+from resilient.core import coordinator, takeover
+from resilient.core import events as ev
+from resilient.core.model import Config, Outcome, Plan, State
+
+Record = ch.Published | ch.Ordered | ch.Closed
+
+MAX_EFFECTS_PER_ORDER = 500
+REPEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Known:
+    """One node, as the stream has it.
+
+    Attributes:
+        newest: number of its newest report that was taken in.
+        joined: its inventory, made for this term.
+    """
+
+    incarnation: int
+    num_slots: int
+    newest: int = 0
+    joined: ev.NodeJoined | None = None
+
+
+@dataclass(frozen=True)
+class LeaderState:
+    """All that a leader remembers between two events.
+
+    Attributes:
+        nodes: those with a lease.
+        leads: the stream has confirmed the election.
+        published: the last plan, this leader's own or an older one.
+        ended: the outcome that an older leader has told the workers of, and why.
+        backlog: reports that came before everybody had told what it runs.
+        job: the coordinator's state; None until then.
+        queue: records to be written; the first of them is in flight when `in_flight`.
+        retry_s: when the first record is tried again.
+        stopped: it leads no more.
+    """
+
+    config: Config
+    node: str
+    term: int
+    nodes: Mapping[str, Known] = field(default_factory=dict)
+    leads: bool = False
+    published: ch.Published | None = None
+    ended: tuple[Outcome, str] | None = None
+    backlog: tuple[ch.Reported, ...] = ()
+    job: State | None = None
+    queue: tuple[Record, ...] = ()
+    in_flight: bool = False
+    retry_s: float | None = None
+    num_orders: int = 0
+    wake_s: float | None = None
+    stopped: bool = False
+
+
+# ---------------------------------------------------------------- events, beside the stream's
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Changes that came together: reports in it that say the same are told as one."""
+
+    changes: tuple[ch.Change, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """The record in flight is in the rendezvous."""
+
+
+@dataclass(frozen=True)
+class WriteFailed:
+    """No answer, or none that says whether it is: the same record is written again."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The rendezvous says that this agent does not lead, or that the plan comes too late."""
+
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Local:
+    """An event of this agent's own: the store that it was to open."""
+
+    event: ev.Event
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    pass
+
+
+LeaderEvent = ch.Change | Batch | Written | WriteFailed | Refused | Local | TimePassed
+
+# ---------------------------------------------------------------- effects
+
+
+@dataclass(frozen=True)
+class Write:
+    """Write the record, if this agent leads in its term, and say Written, WriteFailed or Refused.
+
+    It may have been written before: the same again is no error.
+    """
+
+    record: Record
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """Open the generation's TCPStore here and say Local(StoreOpened)."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """It leads no more; nothing it decides from here on has an effect."""
+
+
+LeaderEffect = Write | OpenStore | Stopped
+
+
+class LeaderDecision(NamedTuple):
+    """What a step of the leader gives.
+
+    Attributes:
+        decisions: of the coordinator, each with the event that led to it, for the journal.
+    """
+
+    state: LeaderState
+    effects: tuple[LeaderEffect, ...] = ()
+    wake_s: float | None = None
+    decisions: tuple[tuple[ev.Event, ev.Decision], ...] = ()
+    reason: str = ""
+
+
+def initial(config: Config, node: str, term: int) -> LeaderState:
+    """Before the first change of the stream, which has to be fed from its beginning."""
+    config.check()
+    return LeaderState(config, node, term)
+
+
+def step(state: LeaderState, event: LeaderEvent, now_s: float) -> LeaderDecision:
+    """What the event changes. now_s: this agent's monotonic clock."""
+    if state.stopped:
+        return LeaderDecision(state, reason="leads no more")
+    turn = _Turn(state, now_s)
+    changes = event.changes if isinstance(event, Batch) else (event,)
+    for change in changes:
+        if not turn.state.stopped:
+            _HANDLERS[type(change)](turn, change)
+    turn.flush()
+    _take_over_if_due(turn)
+    _write_if_due(turn)
+    return turn.decision()
+
+
+class _Turn:
+    """One step in the making."""
+
+    def __init__(self, state: LeaderState, now_s: float) -> None:
+        self.state = state
+        self.now_s = now_s
+        self.effects: list[LeaderEffect] = []
+        self.decisions: list[tuple[ev.Event, ev.Decision]] = []
+        self.told: list[ev.Event] = []  # to the coordinator, once equal ones are merged
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def know(self, node: str, **changes: Any) -> None:
+        known = replace(self.state.nodes[node], **changes)
+        self.set(nodes={**self.state.nodes, node: known})
+
+    def tell(self, event: ev.Event) -> None:
+        """Tells the coordinator. Events of members wait for others of their kind (see flush)."""
+        if not isinstance(event, ev.MemberEvent):
+            self.flush()
+        self.told.append(event)
+
+    def flush(self) -> None:
+        told, self.told = self.told, []
+        if self.state.job is not None:
+            for event in merged(told, self.state.job.plan):
+                self.decide(event)
+
+    def decide(self, event: ev.Event) -> None:
+        assert self.state.job is not None
+        if self.state.stopped:
+            return
+        decision = coordinator.step(self.state.job, event, self.now_s)
+        self.decisions.append((event, decision))
+        self.set(job=decision.state, wake_s=decision.wake_s)
+        self.enqueue(decision.effects)
+
+    def enqueue(self, effects: Iterable[ev.Effect]) -> None:
+        orders: list[ev.Effect] = []
+        for effect in effects:
+            match effect:
+                case ev.OpenStore(generation):
+                    self.effects.append(OpenStore(generation))
+                case ev.PublishPlan(plan):
+                    self.order(orders)
+                    orders = []
+                    assert self.state.job is not None
+                    answered = {node: known.newest for node, known in self.state.nodes.items()}
+                    archive = takeover.archive(self.state.job)
+                    self.write(ch.Published(plan, answered, archive))
+                case ev.Finish(outcome, _, reason):
+                    self.order(orders)
+                    orders = []
+                    self.write(ch.Closed(reason, outcome))
+                case ev.StartGeneration() | ev.ExcludeSlot():
+                    pass  # agents enter a plan when they see it
+                case _:
+                    orders.append(effect)
+        self.order(orders)
+
+    def order(self, effects: Sequence[ev.Effect]) -> None:
+        for first in range(0, len(effects), MAX_EFFECTS_PER_ORDER):
+            number = self.state.num_orders + 1
+            some = tuple(effects[first : first + MAX_EFFECTS_PER_ORDER])
+            self.set(num_orders=number)
+            self.write(ch.Ordered(self.state.term, number, some))
+
+    def write(self, record: Record) -> None:
+        self.set(queue=(*self.state.queue, record))
+
+    def stop(self) -> None:
+        self.effects.append(Stopped())
+        self.set(stopped=True, queue=(), in_flight=False, job=None)
+
+    def decision(self) -> LeaderDecision:
+        state = self.state
+        if state.stopped:
+            return LeaderDecision(state, (Stopped(),), None, (), "leads no more")
+        times = [time for time in (state.wake_s, state.retry_s) if time is not None]
+        reason = "; ".join(decision.reason for _, decision in self.decisions) or "noted"
+        return LeaderDecision(
+            state, tuple(self.effects), min(times, default=None), tuple(self.decisions), reason
+        )
+
+
+# ---------------------------------------------------------------- the stream
+
+
+def _node_arrived(turn: _Turn, change: ch.NodeArrived) -> None:
+    known = Known(change.incarnation, change.num_slots)
+    turn.set(nodes={**turn.state.nodes, change.node: known})
+
+
+def _node_gone(turn: _Turn, change: ch.NodeGone) -> None:
+    known = turn.state.nodes.get(change.node)
+    if known is None or known.incarnation != change.incarnation:
+        return
+    turn.set(nodes={n: k for n, k in turn.state.nodes.items() if n != change.node})
+    if turn.state.job is not None and known.joined is not None:
+        turn.tell(_left(change.node, change.incarnation, change.certain))
+
+
+def _left(node: str, incarnation: int, certain: bool) -> ev.NodeLeft:
+    note = "its agent is gone" if certain else "its lease has ended"
+    return ev.NodeLeft(node, note, incarnation, certain)
+
+
+def _leader_changed(turn: _Turn, change: ch.LeaderChanged) -> None:
+    if change.term < turn.state.term:
+        return
+    if change.node == turn.state.node and change.term == turn.state.term:
+        turn.set(leads=True)
+    else:
+        turn.stop()
+
+
+def _published(turn: _Turn, change: ch.Published) -> None:
+    last = turn.state.published
+    if last is None or change.plan.generation > last.plan.generation:
+        turn.set(published=change)
+
+
+def _ordered(turn: _Turn, change: ch.Ordered) -> None:
+    if change.term == turn.state.term:
+        return
+    for effect in change.effects:
+        if isinstance(effect, ev.Close):
+            turn.set(ended=(Outcome.DONE, "every rank has finished"))
+        elif isinstance(effect, ev.Stop):
+            turn.set(ended=(effect.outcome, effect.reason))
+
+
+def _reported(turn: _Turn, change: ch.Reported) -> None:
+    known = turn.state.nodes.get(change.node)
+    if known is None or known.incarnation != change.incarnation:
+        return
+    if change.number:
+        if change.number <= known.newest:
+            return
+        turn.know(change.node, newest=change.number)
+    if isinstance(change.event, ev.NodeJoined):
+        if change.event.term >= turn.state.term:
+            turn.know(change.node, joined=change.event)
+            if turn.state.job is not None:
+                turn.tell(change.event)
+                for report in turn.state.backlog:
+                    if report.node == change.node:
+                        turn.tell(report.event)
+                turn.set(backlog=tuple(r for r in turn.state.backlog if r.node != change.node))
+    elif turn.state.job is None or known.joined is None:
+        turn.set(backlog=(*turn.state.backlog, change))
+    else:
+        turn.tell(change.event)
+
+
+def _job_closed(turn: _Turn, change: ch.Closed) -> None:
+    turn.stop()
+
+
+# ---------------------------------------------------------------- taking over, writing
+
+
+def _take_over_if_due(turn: _Turn) -> None:
+    """Once every node has told what it runs."""
+    state = turn.state
+    if state.stopped or state.job is not None or not state.leads or not state.nodes:
+        return
+    joined = [known.joined for _, known in sorted(state.nodes.items())]
+    if any(inventory is None for inventory in joined):
+        return
+    inventories = [inventory for inventory in joined if inventory is not None]
+    backlog = [
+        report.event
+        for report in state.backlog
+        if report.node in state.nodes
+        and report.incarnation == state.nodes[report.node].incarnation
+    ]
+    resumed = takeover.resume(
+        state.config, state.published, inventories, backlog, state.ended, turn.now_s
+    )
+    turn.set(job=resumed.state, backlog=())
+    turn.enqueue(resumed.effects)
+    for event in resumed.events:
+        turn.tell(event)
+    turn.tell(ev.TimePassed())
+    turn.flush()
+
+
+def _write_if_due(turn: _Turn) -> None:
+    state = turn.state
+    if state.stopped or state.in_flight or not state.queue:
+        return
+    if state.retry_s is not None and turn.now_s < state.retry_s:
+        return
+    turn.set(in_flight=True, retry_s=None)
+    turn.effects.append(Write(state.queue[0]))
+
+
+def _written(turn: _Turn, event: Written) -> None:
+    assert turn.state.in_flight
+    record, *rest = turn.state.queue
+    turn.set(in_flight=False, queue=tuple(rest))
+    if isinstance(record, ch.Published):
+        turn.set(published=record)
+
+
+def _write_failed(turn: _Turn, event: WriteFailed) -> None:
+    turn.set(in_flight=False, retry_s=turn.now_s + REPEAT_S)
+
+
+def _refused(turn: _Turn, event: Refused) -> None:
+    turn.stop()
+
+
+def _local(turn: _Turn, event: Local) -> None:
+    if turn.state.job is not None:
+        turn.tell(event.event)
+
+
+def _time_passed(turn: _Turn, event: TimePassed) -> None:
+    if turn.state.job is not None and turn.state.wake_s is not None:
+        if turn.now_s >= turn.state.wake_s:
+            turn.tell(ev.TimePassed())
+
+
+_HANDLERS: dict[type[Any], Callable[[_Turn, Any], None]] = {
+    ch.NodeArrived: _node_arrived,
+    ch.NodeGone: _node_gone,
+    ch.LeaderChanged: _leader_changed,
+    ch.Published: _published,
+    ch.Ordered: _ordered,
+    ch.Reported: _reported,
+    ch.Closed: _job_closed,
+    Written: _written,
+    WriteFailed: _write_failed,
+    Refused: _refused,
+    Local: _local,
+    TimePassed: _time_passed,
+}
+
+
+def merged(events: Sequence[ev.Event], plan: Plan | None) -> list[ev.Event]:
+    """The same events, those of members that differ in nothing but the worker as one Alike.
+
+    The order of what one worker says is kept; what different ones say at one time has none.
+    """
+    if plan is None or len(events) < 2:
+        return list(events)
+    groups: dict[Any, list[tuple[int, ev.MemberEvent]]] = {}
+    for index, event in enumerate(events):
+        rank = None
+        if isinstance(event, ev.MemberEvent) and event.generation == plan.generation:
+            rank = plan.rank_of(event.worker)
+        if rank is None or not isinstance(event, ev.MemberEvent):
+            groups[index] = []
+        else:
+            key = replace(event, worker=plan.members[0].worker)
+            groups.setdefault(key, []).append((rank, event))
+    told: list[ev.Event] = []
+    for key, group in groups.items():
+        if isinstance(key, int):
+            told.append(events[key])
+        elif len(group) == 1:
+            told.append(group[0][1])
+        else:
+            group.sort(key=lambda one: one[0])
+            told.append(ev.Alike(group[0][1], _spans(rank for rank, _ in group)))
+    return told
+
+
+def _spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending ranks as (first, last) spans."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and rank <= spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    return tuple(spans)
