@@ -1,9 +1,9 @@
-"""The `resilient` command: looks at jobs, and changes nothing.
+"""`resilient report` and `resilient status`: a job that was, and a job that is.
 
     resilient report LOGDIR      what happened: steps, recoveries and their phases, time lost
     resilient status [LOGDIR]    the same of a job that runs, with what its ranks do now
 
-A user's mistake is one line and exit code 2.
+Each command is a function of its arguments that prints and returns the exit code.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import glob
 import json
 import os
 import socket
-import sys
 import tempfile
-from collections.abc import Sequence
 from typing import Any
 
 from resilient.core.model import Fault
@@ -28,25 +26,7 @@ STATUS_SOCKET = "status.sock"
 STATUS_TIMEOUT_S = 3.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    try:
-        command: Any = arguments.command
-        print(command(arguments))
-    except ConfigError as error:
-        print(f"resilient: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `resilient report ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="resilient", description="Looks at jobs that resilient-run launched."
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     report = commands.add_parser("report", help="what happened in a job, from its journal")
     report.add_argument("logdir", metavar="LOGDIR", help="the job's log directory, or its journal")
     report.add_argument("--json", action="store_true", help="the numbers as one JSON object")
@@ -59,25 +39,27 @@ def _parser() -> argparse.ArgumentParser:
         help="the job's log directory (default: the newest job in the temporary directory)",
     )
     status.set_defaults(command=_status)
-    return parser
 
 
-def _report(arguments: argparse.Namespace) -> str:
+def _report(arguments: argparse.Namespace) -> int:
     summary = summarize(read_journal(find_journal(arguments.logdir)))
     if arguments.json:
-        return json.dumps(summary_to_json(summary), indent=2)
-    return summary_text(summary)
+        print(json.dumps(summary_to_json(summary), indent=2))
+    else:
+        print(summary_text(summary))
+    return 0
 
 
-def _status(arguments: argparse.Namespace) -> str:
+def _status(arguments: argparse.Namespace) -> int:
     path = find_journal(arguments.logdir) if arguments.logdir else _newest_default_journal()
     summary = summarize(read_journal(path))
     now = _ask(os.path.join(os.path.dirname(path), STATUS_SOCKET))
     if now is not None:
-        return f"{_now_text(now)}\n{summary_text(summary)}"
-    if summary.outcome is not None:
-        return summary_text(summary)
-    return f"no agent answers: the job was killed\n{summary_text(summary)}"
+        print(_now_text(now))
+    elif summary.outcome is None:
+        print("no agent answers: the job was killed")
+    print(summary_text(summary))
+    return 0
 
 
 def _now_text(now: dict[str, Any]) -> str:
@@ -169,7 +151,3 @@ def _fault_to_json(fault: Fault | None) -> dict[str, Any] | None:
         "status": fault.status,
         "text": fault_text(fault),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

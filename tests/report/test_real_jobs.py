@@ -61,7 +61,7 @@ def launch(tmp_path: Path, source: str, *options: str, arguments: tuple[str, ...
 
 def look(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "resilient.report.cli", *arguments],
+        [sys.executable, "-m", "resilient.cli", *arguments],
         env=environment(),
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The `resilient` command: what it prints, and how it ends."""
+"""`resilient report` and `resilient status`: what they print, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from resilient.cli import main
 from resilient.report import cli
 from tests.report.journals import Job
 
@@ -38,13 +39,13 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_report(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(run_dir.parent)]) == 0
+    assert main(["report", str(run_dir.parent)]) == 0
     out = capsys.readouterr().out
     assert "recovery 1: rank 2 died (SIGKILL), at step 40: 500 ms" in out
 
 
 def test_report_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "--json", str(run_dir)]) == 0
+    assert main(["report", "--json", str(run_dir)]) == 0
     value = json.loads(capsys.readouterr().out)
     (recovery,) = value["recoveries"]
     assert recovery["causes"][0]["rank"] == 2
@@ -53,7 +54,7 @@ def test_report_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -63,7 +64,7 @@ def test_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_status_of_a_job_whose_agent_is_gone(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["status", str(run_dir)]) == 0
+    assert main(["status", str(run_dir)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("no agent answers: the job was killed\nrunning (running): 41 steps")
 
@@ -82,7 +83,7 @@ def test_status_asks_the_agent(run_dir: Path, capsys: pytest.CaptureFixture[str]
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert cli.main(["status", str(run_dir)]) == 0
+        assert main(["status", str(run_dir)]) == 0
         thread.join(timeout=10)
     out = capsys.readouterr().out
     assert out.startswith(
@@ -93,6 +94,6 @@ def test_status_asks_the_agent(run_dir: Path, capsys: pytest.CaptureFixture[str]
 
 def test_no_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main([])
+        main([])
     assert ended.value.code == 2
     assert "usage: resilient" in capsys.readouterr().err
