@@ -44,11 +44,13 @@ class _Small(NamedTuple):
 class _Big(NamedTuple):
     """Parameters and optimizer state: by reference, or as copies in the same order.
 
+    generation: the one it was restored or committed in.
     versions: of the tensors at the time, compared to prove that nobody wrote to them; for copies
     those of the parameters that were not copied since nothing trains them.
     """
 
     step: int
+    generation: int
     parameters: Tensors
     states: Tensors
     tensors: list[Tensor]
@@ -90,6 +92,7 @@ class Protected:
         self._undo: _Big | None = None
         self._small: dict[int, _Small] = {}
         self._dirty = False
+        self._generation = -1  # of the last restore
         # of this entry
         self._num_stepped = 0
         self._scalers_seen: list[Any] = []
@@ -110,12 +113,14 @@ class Protected:
         cut: Cut,
         rank: int,
         world_size: int,
+        generation: int = -1,
         group: Any = None,
         predecessor: Page | None = None,
     ) -> int:
         """Makes the objects what the cut says, on every rank of the group.
 
         Args:
+            generation: whose cut it is; what is held from here on belongs to it.
             predecessor: page of the process that held this rank before.
         Returns:
             the number of committed steps.
@@ -143,6 +148,7 @@ class Protected:
             self._generators.restore(cut.step, rank, predecessor, self._rng_on_disk)
             if self.checkpoint_directory is not None:
                 _disk().forget_rng(self.checkpoint_directory, rank, cut.step)
+        self._generation = generation
         self._adopt(inventory, cut.step)
         to = transfer.receivers_of(cut, rank, world_size)
         if to:
@@ -295,7 +301,9 @@ class Protected:
         parameters = dict(zip(moving, copies, strict=False))
         states = dict(zip(live.states, copies[len(moving) :], strict=True))
         watched = list(still.values())
-        self._undo = _Big(live.step, {**parameters, **still}, states, watched, versions_of(watched))
+        versions = versions_of(watched)
+        kept = {**parameters, **still}
+        self._undo = _Big(live.step, live.generation, kept, states, watched, versions)
 
     def tentative(self, step: int) -> None:
         """The last gradients of a step are about to leave: others may commit it from now on."""
@@ -353,7 +361,8 @@ class Protected:
         self._generators.by_step.pop(step - 2, None)
         self._small[step] = _Small(tree, copies, others)
         self._small.pop(step - 2, None)
-        self._live = _Big(step, parameters, states, tensors, versions_of(tensors))
+        versions = versions_of(tensors)
+        self._live = _Big(step, self._generation, parameters, states, tensors, versions)
         self._dirty = False
         self._num_stepped = 0
         self._sequence = None
@@ -402,10 +411,10 @@ class Protected:
         found = []
         live, undo = self._live, self._undo
         if live is not None and self._held(live.step) is live:
-            found.append(Holding(live.step, "live"))
+            found.append(Holding(live.step, "live", live.generation))
         steps = [holding.step for holding in found]
         if undo is not None and undo.step not in steps and self._held(undo.step) is undo:
-            found.append(Holding(undo.step, "undo"))
+            found.append(Holding(undo.step, "undo", undo.generation))
         if self.checkpoint_directory is not None and found:
             self._generators.leave(_disk(), self.checkpoint_directory, self._rank)
         self.release()

@@ -210,6 +210,7 @@ class Job:
             cut=entry.cut,
             rank=entry.rank,
             world_size=entry.world_size,
+            generation=entry.generation,
             group=dist.group.WORLD if dist.is_initialized() else None,
             predecessor=entry.predecessor,
         )

@@ -735,6 +735,22 @@ def test_other_objects_at_the_next_entry(change):
     assert protected.holdings() == (Holding(0, "live"),)
 
 
+def test_a_holding_names_the_generation_that_made_it():
+    """A state that was committed in one generation is not another's until that one restored it."""
+    build = BUILDS["SGD"]
+    objects = build()
+    protected = Protected()
+    options = {"rank": 0, "world_size": 1}
+    protected.protect(objects, cut=Cut(CutKind.INITIAL, 0), generation=3, **options)
+    protected.commit(1)
+    assert protected.holdings() == (Holding(1, "live", 3),)
+    with pytest.raises(ConfigError):  # generation 4 ends before anything is restored in it
+        protected.protect({}, cut=Cut(CutKind.MEMORY, 1, (0,)), generation=4, **options)
+    assert protected.holdings() == (Holding(1, "live", 3),)
+    protected.protect(objects, cut=Cut(CutKind.MEMORY, 1, (0,)), generation=5, **options)
+    assert protected.holdings()[0] == Holding(1, "live", 5)
+
+
 def test_commit_without_protect():
     with pytest.raises(ConfigError, match=r"job\.protect"):
         Protected().commit(1)

@@ -110,7 +110,7 @@ def test_an_exception_is_reported_and_the_same_process_goes_on(
         assert failed.error.frame.startswith(str(TOY)) and " in train" in failed.error.frame
         assert "the toy's own" in failed.error.text and "resilient/worker" not in failed.error.text
         assert not failed.in_collective
-        assert failed.step == 5 and failed.holdings == (Holding(5, "live"),)
+        assert failed.step == 5 and failed.holdings == (Holding(5, "live", 0),)
         agent.start(1, ranks, cut_of(reports, ranks, ranks))
         finish(agent, 1, ranks, tmp_path, unbroken)
 
