@@ -32,6 +32,7 @@ from resilient.sim.replay import Recorded, difference_text, replay
 
 SHOWN_DIFFERENCES = 10
 FIRST_RECORD_LINE = 2
+INTERRUPTED = 130  # as a shell says it of Ctrl-C
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `resilient report ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
     return code
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from resilient.errors import ConfigError
+from resilient.sim.replay import show
 from resilient.sim.shrink import shrink
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def _judge(simulate: Simulate, seed: int, *, trace: bool) -> Verdict:
     outcome = "not ended" if result.outcome is None else result.outcome.value
     if result.violation is None:
         return Verdict(seed, outcome, result.sim_s, result.trace_hash)
-    text = f"{result.violation.text}, at {result.violation.time_s:.3f} s"
+    seen = " ".join(result.violation.text.split())
+    text = f"{seen}, at {result.violation.time_s:.3f} s"
     return Verdict(seed, outcome, result.sim_s, result.trace_hash, result.violation.checker, text)
 
 
@@ -165,7 +167,7 @@ def _shrunk_text(simulate: Simulate, seed: int) -> str:
     whole = simulate(seed)
     shrunk = shrink(simulate, seed, whole)
     head = f"fewest faults found: {len(shrunk.faults)} of {len(whole.faults)}"
-    faults = [f"  {fault}" for fault in shrunk.faults]
+    faults = [f"  {show(fault)}" for fault in shrunk.faults]
     return "\n".join([head, *faults, "trace with these:", *(f"  {t}" for t in shrunk.trace)])
 
 

@@ -83,8 +83,8 @@ def replay(
         try:
             decision = coordinator.step(state, recorded.event, recorded.now_s)
         except Exception as error:  # a core that fails on a real job is what one wants to hear of
-            text = f"{type(error).__name__}: {error}"
-            yield Difference(recorded, RAISED, (), f"{RAISED}: {text}", text)
+            where = f"phase: {recorded.phase} then, {type(error).__name__}: {error} today"
+            yield Difference(recorded, RAISED, (), where, "")
             continue
         state = decision.state
         effects = tuple(to_json(effect) for effect in decision.effects)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from resilient.cli import main
 from resilient.report import cli
 from tests.report.journals import Job
 
+ROOT = Path(__file__).resolve().parents[2]
 NOW = {
     "phase": "running",
     "generation": 1,
@@ -97,3 +100,10 @@ def test_no_command_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
     assert ended.value.code == 2
     assert "usage: resilient" in capsys.readouterr().err
+
+
+def test_it_starts_at_once() -> None:
+    """Looking at a job must not wait for torch."""
+    code = "import resilient.cli, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0

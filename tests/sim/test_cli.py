@@ -1,0 +1,173 @@
+"""`resilient sim run`: what it prints of runs that fail, and how it ends; and that a trace depends
+on its seed alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from resilient.cli import main
+from resilient.core.model import Outcome
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Violation:
+    checker: str
+    text: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    outcome: Outcome | None
+    sim_s: float
+    violation: Violation | None
+    trace: list[str]
+    trace_hash: str
+    faults: list[str]
+
+
+def simulate(seed: int, *, num_nodes: int = 8, faults: Sequence[str] | None = None) -> Result:
+    """Seeds that end in 3 break a promise, by one of their faults; 99 is a bug."""
+    if seed == 99:
+        raise KeyError("worker")
+    happened = ["calm", "guilty", "calm too"] if faults is None else list(faults)
+    failed = seed % 10 == 3 and "guilty" in happened
+    return Result(
+        outcome=None if failed else Outcome.DONE if seed % 2 else Outcome.DRAINED,
+        sim_s=100.0,
+        violation=Violation("one-step-once", f"step 7\nof node {num_nodes - 1}", 12.5)
+        if failed
+        else None,
+        trace=[f"0.000 {len(happened)} faults to come", "12.500 it happens"],
+        trace_hash=f"hash-{seed}",
+        faults=happened,
+    )
+
+
+@pytest.fixture(autouse=True)
+def fake_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "resilient.sim.run", SimpleNamespace(run=simulate))
+
+
+FAILURE = (
+    "seed {seed}: one-step-once: step 7 of node {last}, at 12.500 s; "
+    "repeat: resilient sim run --seed {seed} --nodes {nodes} --trace"
+)
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_runs_that_keep_every_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", "--seeds", "4:10"]) == 0
+    (summary,) = lines_of(capsys)
+    assert summary.startswith("6 seeds: 0 failed; 600 s simulated in ")
+    assert summary.endswith(" s; 3 done, 3 drained")
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_each_failure_is_one_line_in_order(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", "--seeds", "0:25", "--nodes", "5", "--jobs", jobs]) == 1
+    out = lines_of(capsys)
+    assert out[:3] == [FAILURE.format(seed=seed, last=4, nodes=5) for seed in (3, 13, 23)]
+    assert out[3].startswith("25 seeds: 3 failed; 2500 s simulated in ")
+    assert out[3].endswith("; 9 done, 13 drained, 3 not ended")
+    assert len(out) == 4
+
+
+def test_the_command_that_a_failure_names_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["sim", "run", "--seeds", "13"])
+    first = lines_of(capsys)[0]
+    command = first.partition("repeat: resilient ")[2].split()
+    assert main(command) == 1
+    out = lines_of(capsys)
+    assert out[:3] == ["0.000 3 faults to come", "12.500 it happens", first]
+
+
+def test_hashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", "--seeds", "4:6", "--hash"]) == 0
+    assert lines_of(capsys)[:2] == ["4 hash-4", "5 hash-5"]
+
+
+def test_shrunk_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", "--seed", "3", "--shrink"]) == 1
+    assert lines_of(capsys)[:-1] == [
+        FAILURE.format(seed=3, last=7, nodes=8),
+        "fewest faults found: 1 of 3",
+        "  guilty",
+        "trace with these:",
+        "  0.000 1 faults to come",
+        "  12.500 it happens",
+    ]
+
+
+def test_one_bug_hides_no_other_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", "--seeds", "98:101", "--shrink"]) == 1
+    out = lines_of(capsys)
+    assert out[0].startswith("seed 99: no error: KeyError: 'worker' (simulate, line ")
+    assert out[0].endswith("repeat: resilient sim run --seed 99 --nodes 8 --trace")
+    assert out[1].startswith("3 seeds: 1 failed; ")
+    assert out[1].endswith("; 2 drained, 1 raised an error")
+    assert main(["sim", "run", "--seed", "99", "--trace"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--seeds", "0:4", "--trace"], "--trace is for a single seed"),
+        (["--seeds", "4", "--nodes", "0"], "--nodes and --jobs must be at least 1"),
+        (["--seeds", "4", "--jobs", "0"], "--nodes and --jobs must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", "run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"resilient: {says}")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("seeds", ["x", "5:5", "9:3", "1:x", "1:2:3", ""])
+def test_seeds_that_are_none(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["sim", "run", "--seeds", seeds])
+    assert ended.value.code == 2
+    assert f"no seeds in {seeds!r}" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the real one
+
+
+def hashes(hash_seed: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "resilient.cli", "sim", "run", "--seeds", "0:10", "--hash"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode in (0, 1), (
+        done.stdout + done.stderr
+    )  # whether they fail is not the point
+    return [line for line in done.stdout.splitlines() if len(line.split()) == 2]
+
+
+def test_a_trace_depends_on_its_seed_alone() -> None:
+    """Two processes, in which sets and dicts of strings have different orders."""
+    first = hashes("1")
+    assert len({line.split()[1] for line in first}) == 10, f"ten seeds, ten traces: {first}"
+    assert hashes("2") == first
