@@ -29,8 +29,9 @@ from resilient.core.model import (
     Status,
     WorkerState,
 )
-from resilient.core.move import INSIDE, Move, describe_status
+from resilient.core.move import Move, describe_status
 from resilient.core.policy import root_cause
+from resilient.core.ranks import Ranks, bit, from_ranks, from_spans, full
 from resilient.core.transitions import (
     SIGKILL_STATUS,
     abort,
@@ -87,6 +88,8 @@ def _ignore(move: Move, event: Event) -> None:
 
 def _node_joined(move: Move, event: ev.NodeJoined) -> None:
     move.set(nodes={**move.state.nodes, event.node: event.num_slots})
+    roster = move.state.roster
+    move.set(roster=replace(roster, lost=roster.lost & ~_ranks_on(move, event.node)))
     if move.state.phase is Phase.FORMING and move.state.plan is None:
         move.do(ev.OpenStore(move.state.num_restarts))
         move.why(f"node {event.node} joined with {event.num_slots} slots")
@@ -94,13 +97,13 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
 
 def _node_left(move: Move, event: ev.NodeLeft) -> None:
     move.set(nodes={n: slots for n, slots in move.state.nodes.items() if n != event.node})
-    gone = [w for w in sorted(move.state.workers) if w.node == event.node]
-    lost = [w for w in gone if move.member(w)]
-    for worker in lost:
-        if move.state.phase is not Phase.CLOSED:
-            move.fault(FaultKind.NODE_LOST, worker, move.state.committed_step, note=event.note)
-    for worker in gone:
-        move.drop(worker)
+    ranks = _ranks_on(move, event.node)
+    roster = move.state.roster
+    lost = move.workers(ranks & roster.alive)
+    if move.state.phase is not Phase.CLOSED:
+        move.faults(FaultKind.NODE_LOST, lost, move.state.committed_step, note=event.note)
+    move.set(roster=replace(roster, lost=roster.lost | ranks))
+    move.drop([*lost, *(w for w in move.state.extras if w.node == event.node)])
     if not lost:
         return
     if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
@@ -108,6 +111,10 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
     elif move.state.phase is Phase.FORMING and not move.state.decorated:
         move.set(root_cause=root_cause(move.state.faults))
         terminate_group(move, 15, f"node {event.node} is lost")
+
+
+def _ranks_on(move: Move, node: str) -> Ranks:
+    return from_ranks(move.state.plan.ranks_on(node)) if move.state.plan else 0
 
 
 def _store_opened(move: Move, event: ev.StoreOpened) -> None:
@@ -152,22 +159,44 @@ def _ready(move: Move, event: ev.WorkerReady) -> None:
         move.why("the script is decorated")
 
 
-def _joined(move: Move, event: ev.WorkerJoined) -> None:
-    known = move.worker(event.worker)
-    if known and move.current(event.generation) and known.status is Status.ENTERED:
-        move.change(event.worker, status=Status.JOINED)
+# What a member says of its generation, many may say alike: these take the ranks that say it.
+
+RanksHandler = Callable[[Move, Any, Ranks], None]
 
 
-def _restored(move: Move, event: ev.WorkerRestored) -> None:
-    known = move.worker(event.worker)
-    if known and move.current(event.generation) and known.status in INSIDE:
-        move.change(event.worker, status=Status.RESTORED)
+def _of_ranks(handler: RanksHandler) -> Handler:
+    """For the event of one member of the current generation, or of many; of an older one: nothing.
+
+    One code for both, so that what holds for many holds for one.
+    """
+
+    def handle(move: Move, event: ev.MemberEvent | ev.WorkerFailed | ev.Alike) -> None:
+        told = event.event if isinstance(event, ev.Alike) else event
+        plan = move.state.plan
+        if plan is None or not move.current(told.generation):
+            return
+        if isinstance(event, ev.Alike):
+            handler(move, told, from_spans(event.ranks) & full(plan.world_size))
+        elif (rank := plan.rank_of(told.worker)) is not None:
+            handler(move, told, bit(rank))
+
+    return handle
 
 
-def _stepped(move: Move, event: ev.WorkerStepped) -> None:
-    if move.current(event.generation):
-        move.know(event.step)
-        _count_step(move, event.step)
+@_of_ranks
+def _joined(move: Move, event: ev.WorkerJoined, ranks: Ranks) -> None:
+    move.put(ranks & move.state.roster.entered, Status.JOINED)
+
+
+@_of_ranks
+def _restored(move: Move, event: ev.WorkerRestored, ranks: Ranks) -> None:
+    move.put(ranks & move.state.roster.inside, Status.RESTORED)
+
+
+@_of_ranks
+def _stepped(move: Move, event: ev.WorkerStepped, ranks: Ranks) -> None:
+    move.know(event.step)
+    _count_step(move, event.step)
 
 
 def _count_step(move: Move, step: int) -> None:
@@ -178,44 +207,44 @@ def _count_step(move: Move, step: int) -> None:
         move.why(f"step {step - 1} is committed in this generation")
 
 
-def _proves_step(move: Move, known: WorkerState, step: int) -> bool:
-    """Whether the step a worker ended at is beyond the cut: its first commit may go unheard."""
-    plan = move.state.plan
-    return plan is not None and known.status is Status.RESTORED and step > plan.cut.step
+def _is_beyond_cut(move: Move, step: int) -> bool:
+    """Whether a restored rank's last step is beyond the cut: its first commit may go unheard."""
+    return move.state.plan is not None and step > move.state.plan.cut.step
 
 
-def _finished(move: Move, event: ev.WorkerFinished) -> None:
-    known = move.worker(event.worker)
-    if known is None or not move.current(event.generation) or known.status not in INSIDE:
-        return
-    move.know(event.step, event.persisted_step)
-    if _proves_step(move, known, event.step):
-        _count_step(move, event.step)
-    move.change(event.worker, status=Status.FINISHED, holdings=event.holdings)
+@_of_ranks
+def _finished(move: Move, event: ev.WorkerFinished, ranks: Ranks) -> None:
+    _leave(move, event, ranks, Status.FINISHED)
+
+
+Leaving = ev.WorkerInterrupted | ev.WorkerFailed | ev.WorkerFinished
+
+
+def _leave(move: Move, event: Leaving, ranks: Ranks, status: Status) -> Ranks:
+    """Records that these ranks have left the current generation; gives those that were inside."""
+    roster = move.state.roster
+    ranks &= roster.inside
+    if ranks:
+        move.know(event.step, event.persisted_step)
+        if ranks & roster.restored and _is_beyond_cut(move, event.step):
+            _count_step(move, event.step)
+        move.put(ranks, status, event.holdings)
+    return ranks
 
 
 # ---------------------------------------------------------------- workers that are not
 
 
-def _left(move: Move, event: ev.WorkerInterrupted | ev.WorkerFailed) -> bool:
-    """Records that a worker has left the current generation; False when that is old news."""
-    known = move.worker(event.worker)
-    if known is None or not move.current(event.generation) or known.status not in INSIDE:
-        return False
-    move.know(event.step, event.persisted_step)
-    if _proves_step(move, known, event.step):
-        _count_step(move, event.step)
-    move.change(event.worker, status=Status.READY, holdings=event.holdings)
-    return True
-
-
-def _interrupted(move: Move, event: ev.WorkerInterrupted) -> None:
-    if _left(move, event) and move.state.phase in (Phase.RUNNING, Phase.RESTORING):
+@_of_ranks
+def _interrupted(move: Move, event: ev.WorkerInterrupted, ranks: Ranks) -> None:
+    left = _leave(move, event, ranks, Status.READY)
+    if left and move.state.phase in (Phase.RUNNING, Phase.RESTORING):
         abort(move, f"{event.worker} left its generation")
 
 
-def _failed(move: Move, event: ev.WorkerFailed) -> None:
-    if not _left(move, event):
+@_of_ranks
+def _failed(move: Move, event: ev.WorkerFailed, ranks: Ranks) -> None:
+    if not _leave(move, event, ranks, Status.READY):
         return
     kind = FaultKind.COLLECTIVE if event.in_collective else FaultKind.RAISED
     move.fault(kind, event.worker, event.step, error=event.error)
@@ -233,7 +262,7 @@ def _exited(move: Move, event: ev.WorkerExited) -> None:
     if member is None:
         _lose_extra(move, event, known)
         return
-    if _proves_step(move, known, event.step):
+    if known.status is Status.RESTORED and _is_beyond_cut(move, event.step):
         _count_step(move, event.step)
     if not known.killed:
         move.fault(
@@ -245,7 +274,7 @@ def _exited(move: Move, event: ev.WorkerExited) -> None:
             note=event.note,
             error=event.error,
         )
-    move.drop(event.worker)
+    move.drop([event.worker])
     phase = move.state.phase
     if phase in (Phase.RUNNING, Phase.RESTORING):
         abort(move, f"rank {member.rank} {describe_status(event.status)}")
@@ -256,7 +285,7 @@ def _exited(move: Move, event: ev.WorkerExited) -> None:
 
 def _lose_extra(move: Move, event: ev.WorkerExited, known: WorkerState) -> None:
     """A spare, or a replacement that has no rank yet, is gone: a line in the log, and another."""
-    move.drop(event.worker)
+    move.drop([event.worker])
     if known.killed:
         return
     move.why(f"{event.worker} without a rank {describe_status(event.status)}")
@@ -280,7 +309,7 @@ def _exited_forming(move: Move, event: ev.WorkerExited) -> None:
         _lose_extra(move, event, known)
         return
     if known.killed or (event.status == 0 and not move.state.decorated):
-        move.drop(event.worker)
+        move.drop([event.worker])
         return
     move.fault(
         FaultKind.DIED,
@@ -292,7 +321,7 @@ def _exited_forming(move: Move, event: ev.WorkerExited) -> None:
         error=event.error,
     )
     move.set(root_cause=root_cause(move.state.faults))
-    move.drop(event.worker)
+    move.drop([event.worker])
     if move.state.decorated:
         count(move, move.state.faults[-1:])
         if event.status == 0:
@@ -307,7 +336,7 @@ def _exited_closed(move: Move, event: ev.WorkerExited) -> None:
     if known is None:
         return
     member = move.member(event.worker)
-    move.drop(event.worker)
+    move.drop([event.worker])
     failed = event.status != 0 and not known.killed and member is not None
     if failed and move.state.outcome is Outcome.DONE:
         move.fault(
@@ -331,29 +360,30 @@ def _fail_closed(move: Move) -> None:
 
 def _hung_closed(move: Move, event: ev.WorkersHung) -> None:
     """Told that every rank has finished, and these do not return from main()."""
-    living = [w for w in event.workers if w in move.living()]
+    known = ((worker, move.worker(worker)) for worker in event.workers)
+    living = [worker for worker, k in known if k and not k.killed]
     if not move.current(event.generation) or move.state.outcome is not Outcome.DONE or not living:
         return
     move.do(ev.DumpStacks(tuple(living)))
-    for worker in living:
-        details = {"began_s": event.began_s, "status": SIGKILL_STATUS, "note": event.note}
-        move.fault(FaultKind.HUNG, worker, event.step, **details)
-        move.kill(worker, "does not return from main()")
+    details = {"began_s": event.began_s, "status": SIGKILL_STATUS, "note": event.note}
+    move.faults(FaultKind.HUNG, living, event.step, **details)
+    move.kill(living, "does not return from main()")
     _fail_closed(move)
 
 
 def _hung(move: Move, event: ev.WorkersHung) -> None:
     if not move.current(event.generation) or not event.workers:
         return
+    roster = move.state.roster
     move.know(event.step)
     move.fault(FaultKind.HUNG, event.workers[0], event.step, began_s=event.began_s, note=event.note)
-    move.do(ev.DumpStacks(tuple(w for w in move.living() if move.member(w))))
+    move.do(ev.DumpStacks(tuple(move.workers(roster.alive & ~roster.killed))))
     # A stopped process cannot come out: waiting for it would only cost the others time. If nobody
     # else may hold the state, it is given the last holder's time all the same.
-    stopped = [w for w in event.stopped if w in move.inside()]
-    if len(stopped) < len(move.inside()):
-        for worker in stopped:
-            kill_hung(move, worker, "stopped")
+    inside = move.inside()
+    stopped = move.bits(event.stopped) & inside
+    if stopped and stopped != inside:
+        kill_hung(move, [w for w in event.stopped if move.bits([w]) & stopped], "stopped")
     abort(move, "no progress for the hang timeout")
 
 
@@ -384,8 +414,7 @@ def _drain(move: Move, event: ev.DrainRequested) -> None:
     if event.force:
         decorated = move.state.decorated
         outcome = move.state.outcome or (Outcome.DRAINED if decorated else Outcome.SIGNALLED)
-        for worker in move.living():
-            move.kill(worker, "asked to stop twice")
+        move.kill(move.living(), "asked to stop twice")
         move.set(outcome=outcome, persisting=None)
         move.enter(Phase.CLOSED, move.state.config.kill_timeout_s)
         move.why("asked to stop twice: killing everything")
@@ -405,12 +434,8 @@ def _drain(move: Move, event: ev.DrainRequested) -> None:
 
 
 def _alike(move: Move, event: ev.Alike) -> None:
-    """Each of these ranks, as if it had said so itself."""
-    assert move.state.plan is not None
-    handler = TABLE[type(event.event)][move.state.phase]
-    for first, last in event.ranks:
-        for member in move.state.plan.members[first : last + 1]:
-            handler(move, replace(event.event, worker=member.worker))
+    """Each of these ranks, as if it had said so itself, and all at once."""
+    TABLE[type(event.event)][move.state.phase](move, event)
 
 
 # ---------------------------------------------------------------- the table

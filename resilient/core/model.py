@@ -6,11 +6,15 @@ knows a clock, a socket or torch. Times are seconds of the caller's monotonic cl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from functools import cached_property
+from itertools import compress, count
+from typing import NamedTuple, TypeAlias
 
+from resilient.core.ranks import Ranks, has, show
 from resilient.errors import ConfigError
 
 
@@ -150,24 +154,77 @@ class Plan:
 
     def rank_of(self, worker: Worker) -> int | None:
         """The worker's rank in this plan, or None."""
-        for member in self.members:
-            if member.worker == worker:
-                return member.rank
+        for rank in self.ranks_on(worker.node):
+            if self.members[rank].worker == worker:
+                return rank
         return None
+
+    def rank_at(self, slot: Slot) -> int | None:
+        """The rank that has this slot, or None."""
+        for rank in self.ranks_on(slot.node):
+            if self.members[rank].slot == slot:
+                return rank
+        return None
+
+    def ranks_on(self, node: str) -> tuple[int, ...]:
+        """The ranks on that node, ascending."""
+        return self._by_node.get(node, ())
+
+    @cached_property
+    def _by_node(self) -> Mapping[str, tuple[int, ...]]:
+        """By node and not by worker: it outlives the workers, and few plans move a slot."""
+        found: dict[str, list[int]] = {}
+        for member in self.members:
+            found.setdefault(member.slot.node, []).append(member.rank)
+        return {node: tuple(ranks) for node, ranks in found.items()}
+
+    def changes_since(self, older: Plan) -> tuple[int, ...]:
+        """Ranks of this plan whose slot or worker is another than in the older plan, or new.
+
+        Cheap where the plans share their `Member`s, as the coordinator's do.
+        """
+        differ = map(operator.is_not, self.members, older.members)
+        changed = [
+            rank for rank in compress(count(), differ) if self.members[rank] != older.members[rank]
+        ]
+        return (*changed, *range(older.world_size, self.world_size))
+
+    def share_index(self, older: Plan, changed: tuple[int, ...]) -> None:
+        """Takes over what the older plan knows of its nodes; changed: as `changes_since` says."""
+        both = min(self.world_size, older.world_size)
+        moved = [r for r in changed if r >= both or self.members[r].slot != older.members[r].slot]
+        gone = range(both, older.world_size)
+        index = older._by_node
+        if moved or gone:
+            found = dict(index)
+            for rank in (*(r for r in moved if r < both), *gone):
+                node = older.members[rank].slot.node
+                found[node] = tuple(other for other in found[node] if other != rank)
+            for rank in moved:
+                node = self.members[rank].slot.node
+                found[node] = tuple(sorted((*found.get(node, ()), rank)))
+            index = {node: ranks for node, ranks in found.items() if ranks}
+        self.__dict__["_by_node"] = index  # where cached_property looks for it
 
 
 @dataclass(frozen=True)
 class Holding:
-    """One copy of the state that a worker can give. Which generation it was made in is that of the
-    report it is in.
+    """One copy of the state that a worker can give.
 
     Attributes:
         step: committed steps in it.
         source: "live" (parameters as they are now) or "undo" (copy taken before a step).
+        generation: the one whose restore or commit made it what it is; -1: that of the report it
+            is in. A copy of a branch that a later generation did not continue is of no use.
     """
 
     step: int
     source: str = "live"
+    generation: int = -1
+
+    def of(self, generation: int) -> Holding:
+        """The same, with the report's generation where it named none."""
+        return self if self.generation >= 0 else Holding(self.step, self.source, generation)
 
 
 @dataclass(frozen=True)
@@ -288,12 +345,101 @@ class WorkerState:
     killed: bool = False
 
 
+Group: TypeAlias = tuple[Ranks, tuple[Holding, ...]]
+"""Ranks that hold the same."""
+
+
+@dataclass(frozen=True, repr=False)
+class Roster:
+    """What the members of the current plan are doing: sets of ranks, not a record for each.
+
+    A rank is in one of the sets named as the values of `Status`; in none of them, its process is
+    gone.
+
+    Attributes:
+        killed: of the living, those told to die with SIGKILL; only their exit is awaited.
+        lost: those whose node has left. They are gone, and so is their slot.
+        holdings: what those that left their generation reported, each rank in one group at most;
+            who is inside a generation, or holds nothing, is in none.
+    """
+
+    starting: Ranks = 0
+    ready: Ranks = 0
+    entered: Ranks = 0
+    joined: Ranks = 0
+    restored: Ranks = 0
+    finished: Ranks = 0
+    killed: Ranks = 0
+    lost: Ranks = 0
+    holdings: tuple[Group, ...] = ()
+
+    @property
+    def alive(self) -> Ranks:
+        """Those with a process, whatever it has been told."""
+        return (
+            self.starting | self.ready | self.entered | self.joined | self.restored | self.finished
+        )
+
+    @property
+    def inside(self) -> Ranks:
+        """In a generation, and due to report when it ends."""
+        return self.entered | self.joined | self.restored
+
+    @property
+    def waiting(self) -> Ranks:
+        """At the decorator, or back there: can enter the next generation."""
+        return self.ready | self.finished
+
+    def of(self, status: Status) -> Ranks:
+        found: Ranks = getattr(self, status.value)
+        return found
+
+    def status_of(self, rank: int) -> Status | None:
+        return next((status for status in Status if has(self.of(status), rank)), None)
+
+    def holdings_of(self, rank: int) -> tuple[Holding, ...]:
+        return next((held for ranks, held in self.holdings if has(ranks, rank)), ())
+
+    def put(self, ranks: Ranks, status: Status, holdings: tuple[Holding, ...] = ()) -> Roster:
+        """These ranks are doing that now, and hold this."""
+        rest = self._before(ranks)
+        groups = rest.holdings
+        if holdings and ranks:
+            same = next((held for held, what in groups if what == holdings), 0)
+            others = (group for group in groups if group[1] != holdings)
+            groups = (*others, (same | ranks, holdings))
+        changes = {status.value: rest.of(status) | ranks}
+        return replace(rest, holdings=groups, **changes)
+
+    def without(self, ranks: Ranks) -> Roster:
+        """The processes of these ranks are gone."""
+        return replace(self._before(ranks), killed=self.killed & ~ranks)
+
+    def _before(self, ranks: Ranks) -> Roster:
+        """Without what these ranks do and hold."""
+        others = ~ranks
+        groups = ((held & others, what) for held, what in self.holdings)
+        return replace(
+            self,
+            **{status.value: self.of(status) & others for status in Status},
+            holdings=tuple(group for group in groups if group[0]),
+        )
+
+    def __repr__(self) -> str:
+        sets = {status.value: self.of(status) for status in Status}
+        sets |= {"killed": self.killed, "lost": self.lost}
+        shown = [f"{name}={show(ranks)}" for name, ranks in sets.items() if ranks]
+        shown += [f"{show(ranks)} hold {held}" for ranks, held in self.holdings]
+        return f"Roster({'; '.join(shown)})"
+
+
 @dataclass(frozen=True)
 class State:
     """All the coordinator remembers between two events.
 
     Attributes:
-        workers: the living ones.
+        roster: the members of the plan.
+        extras: the living workers without a rank: spares, and replacements on their way.
         next_number: for the next worker's name.
         plan: of the current generation; in FORMING the intended one of generation 0.
         stores: TCPStores opened for generations to come, by generation.
@@ -314,9 +460,10 @@ class State:
     config: Config
     phase: Phase = Phase.FORMING
     nodes: Mapping[str, int] = field(default_factory=dict)  # node -> number of slots
-    workers: Mapping[Worker, WorkerState] = field(default_factory=dict)
     next_number: int = 0
     plan: Plan | None = None
+    roster: Roster = Roster()
+    extras: Mapping[Worker, WorkerState] = field(default_factory=dict)
     stores: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     excluded: frozenset[Slot] = frozenset()
     decorated: bool = False
@@ -339,3 +486,23 @@ class State:
     extended: bool = False
     deadline_s: float | None = None
     finished: bool = False
+
+    def member_state(self, rank: int) -> WorkerState | None:
+        """What is known of the member with that rank; None: its process is gone."""
+        status = self.roster.status_of(rank)
+        if status is None or self.plan is None:
+            return None
+        return WorkerState(
+            status,
+            self.plan.members[rank].slot,
+            self.plan.generation if self.plan.first_world_size else -1,  # 0: not started yet
+            self.roster.holdings_of(rank),
+            has(self.roster.killed, rank),
+        )
+
+    @property
+    def workers(self) -> Mapping[Worker, WorkerState]:
+        """Every living worker: for describing a small world, not for deciding about a large one."""
+        members = self.plan.members if self.plan else ()
+        known = ((member.worker, self.member_state(member.rank)) for member in members)
+        return {**{w: state for w, state in known if state is not None}, **self.extras}

@@ -1,11 +1,13 @@
 """One decision in the making: the state so far, the effects so far, and why.
 
 The handlers and transitions write into a `Move`; what leaves the core is frozen again. It knows the
-workers and the plan, and no rule.
+workers and the plan, and no rule. What concerns many members is said with sets of ranks; a single
+worker is looked up by name, member or not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +16,18 @@ from resilient.core.events import Effect
 from resilient.core.model import (
     Fault,
     FaultKind,
+    Group,
     Holding,
     Member,
     Phase,
+    Roster,
     Slot,
     State,
     Status,
     Worker,
     WorkerState,
 )
-
-INSIDE = (Status.ENTERED, Status.JOINED, Status.RESTORED)
-"""In a generation, and due to report when it ends."""
+from resilient.core.ranks import Ranks, bit, from_ranks, has, iterate
 
 
 class Move:
@@ -36,6 +38,7 @@ class Move:
         self.now_s = now_s
         self.effects: list[Effect] = []
         self.reasons: list[str] = []
+        self._extras: dict[Worker, WorkerState] | None = None  # this step's own copy
 
     def set(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
@@ -62,52 +65,130 @@ class Move:
         """A drain was asked for, and its grace has passed: only kills from here on."""
         return self.state.drain_by_s is not None and self.now_s >= self.state.drain_by_s
 
-    # ---------------------------------------------------------------- workers
+    # ---------------------------------------------------------------- members, as sets of ranks
+
+    def put(self, ranks: Ranks, status: Status, holdings: tuple[Holding, ...] = ()) -> None:
+        self.set(roster=self.state.roster.put(ranks, status, holdings))
+
+    def inside(self) -> Ranks:
+        """Living members that are still in the current generation's train function."""
+        return self.state.roster.inside & ~self.state.roster.killed
+
+    def workers(self, ranks: Ranks) -> list[Worker]:
+        """The members with these ranks, ascending by worker."""
+        members = self.state.plan.members if self.state.plan else ()
+        return sorted([members[rank].worker for rank in iterate(ranks)])
+
+    def bits(self, workers: Iterable[Worker]) -> Ranks:
+        """The ranks of those of these workers that are members."""
+        ranks = (self.rank(worker) for worker in workers)
+        return from_ranks([rank for rank in ranks if rank is not None])
+
+    def held(self) -> list[Group]:
+        """What the members that wait have reported, by rank; those told to die do not count."""
+        roster = self.state.roster
+        waiting = roster.waiting & ~roster.killed
+        return [(ranks & waiting, what) for ranks, what in roster.holdings if ranks & waiting]
+
+    # ---------------------------------------------------------------- workers, by name
+
+    def member(self, worker: Worker) -> Member | None:
+        plan = self.state.plan
+        rank = plan.rank_of(worker) if plan else None
+        return None if plan is None or rank is None else plan.members[rank]
+
+    def rank(self, worker: Worker) -> int | None:
+        return self.state.plan.rank_of(worker) if self.state.plan else None
 
     def worker(self, worker: Worker) -> WorkerState | None:
-        return self.state.workers.get(worker)
-
-    def change(self, worker: Worker, **changes: Any) -> None:
-        known = self.state.workers[worker]
-        self.set(workers={**self.state.workers, worker: replace(known, **changes)})
-
-    def drop(self, worker: Worker) -> None:
-        self.set(workers={w: known for w, known in self.state.workers.items() if w != worker})
-
-    def start(self, slot: Slot | None, node: str) -> Worker:
-        worker = Worker(node, self.state.next_number)
-        self.set(
-            next_number=worker.number + 1,
-            workers={**self.state.workers, worker: WorkerState(slot=slot)},
-        )
-        return worker
-
-    def launch(self, slot: Slot | None, node: str) -> None:
-        worker = self.start(slot, node)
-        self.do(ev.StartWorker(worker, slot, self.state.plan, self.state.num_restarts))
-
-    def kill(self, worker: Worker, reason: str) -> None:
-        if not self.state.workers[worker].killed:
-            self.change(worker, killed=True)
-            self.do(ev.KillWorker(worker, reason))
+        """What is known of it; None: its process is gone, or never was."""
+        rank = self.rank(worker)
+        return self.state.extras.get(worker) if rank is None else self.state.member_state(rank)
 
     def living(self, *statuses: Status) -> list[Worker]:
         """Workers not told to die, ascending; of these statuses if any are given."""
-        return [
+        roster = self.state.roster
+        ranks = 0
+        for status in statuses or Status:
+            ranks |= roster.of(status)
+        extras = [
             worker
-            for worker, known in sorted(self.state.workers.items())
+            for worker, known in self.state.extras.items()
             if not known.killed and (not statuses or known.status in statuses)
         ]
+        return sorted([*self.workers(ranks & ~roster.killed), *extras])
 
-    def member(self, worker: Worker) -> Member | None:
-        for member in self.state.plan.members if self.state.plan else ():
-            if member.worker == worker:
-                return member
-        return None
+    def change(self, worker: Worker, **changes: Any) -> None:
+        """Of a member: status, holdings. Its slot and generation are the plan's."""
+        rank = self.rank(worker)
+        if rank is None:
+            extras = self.own_extras()
+            extras[worker] = replace(extras[worker], **changes)
+        else:
+            status = changes.pop("status")
+            self.put(bit(rank), status, **changes)
 
-    def inside(self) -> list[Worker]:
-        """Living members that are still in the current generation's train function."""
-        return [w for w in self.living(*INSIDE) if self.member(w)]
+    def drop(self, workers: Iterable[Worker]) -> None:
+        """Their processes are gone."""
+        ranks = []
+        for worker in workers:
+            rank = self.rank(worker)
+            if rank is not None:
+                ranks.append(rank)
+            elif worker in self.state.extras:
+                del self.own_extras()[worker]
+        if ranks:
+            self.set(roster=self.state.roster.without(from_ranks(ranks)))
+
+    def drop_all(self) -> None:
+        self.set(roster=Roster(lost=self.state.roster.lost), extras={})
+
+    def own_extras(self) -> dict[Worker, WorkerState]:
+        """The extras, to be written to: copied once a step, however many are changed."""
+        if self._extras is None or self._extras is not self.state.extras:
+            self._extras = dict(self.state.extras)
+            self.set(extras=self._extras)
+        return self._extras
+
+    def launch(self, slot: Slot | None, node: str) -> None:
+        """Starts a worker that has no rank, or none yet."""
+        worker = Worker(node, self.state.next_number)
+        self.own_extras()[worker] = WorkerState(slot=slot)
+        self.set(next_number=worker.number + 1)
+        self.do(ev.StartWorker(worker, slot, self.state.plan, self.state.num_restarts))
+
+    def kill(self, workers: Iterable[Worker], reason: str) -> None:
+        """Kills those that have not been told to die already, in this order."""
+        roster = self.state.roster
+        ranks = []
+        for worker in workers:
+            rank = self.rank(worker)
+            if rank is None:
+                extras = self.own_extras()
+                if extras[worker].killed:
+                    continue
+                extras[worker] = replace(extras[worker], killed=True)
+            elif has(roster.killed, rank):
+                continue
+            else:
+                ranks.append(rank)
+            self.do(ev.KillWorker(worker, reason))
+        if ranks:
+            roster = self.state.roster
+            self.set(roster=replace(roster, killed=roster.killed | from_ranks(ranks)))
+
+    @property
+    def anyone(self) -> bool:
+        """Whether any process is left."""
+        return bool(self.state.roster.alive or self.state.extras)
+
+    @property
+    def anyone_living(self) -> bool:
+        """Whether any process is left that was not told to die."""
+        roster = self.state.roster
+        return bool(roster.alive & ~roster.killed) or any(
+            not known.killed for known in self.state.extras.values()
+        )
 
     # ---------------------------------------------------------------- faults and knowledge
 
@@ -119,29 +200,26 @@ class Move:
         self.set(committed_step=newest)
 
     def fault(self, kind: FaultKind, worker: Worker, step: int, **details: Any) -> None:
-        member = self.member(worker)
-        fault = Fault(
-            kind=kind,
-            worker=worker,
-            rank=member.rank if member else None,
-            generation=self.state.plan.generation if self.state.plan else -1,
-            step=step,
-            seen_s=self.now_s,
-            **details,
-        )
-        self.set(faults=(*self.state.faults, fault))
+        self.faults(kind, [worker], step, **details)
+
+    def faults(self, kind: FaultKind, workers: Iterable[Worker], step: int, **details: Any) -> None:
+        """The same fault of each of these workers, in this order."""
+        seen = [
+            Fault(
+                kind=kind,
+                worker=worker,
+                rank=self.rank(worker),
+                generation=self.state.plan.generation if self.state.plan else -1,
+                step=step,
+                seen_s=self.now_s,
+                **details,
+            )
+            for worker in workers
+        ]
+        self.set(faults=(*self.state.faults, *seen))
 
     def current(self, generation: int) -> bool:
         return self.state.plan is not None and self.state.plan.generation == generation
-
-    def rank(self, worker: Worker) -> int | None:
-        member = self.member(worker)
-        return member.rank if member else None
-
-    def holdings(self) -> dict[Worker, tuple[Holding, ...]]:
-        """What the workers that wait have reported."""
-        waiting = self.living(Status.READY, Status.FINISHED)
-        return {worker: self.state.workers[worker].holdings for worker in waiting}
 
 
 def describe_status(status: int) -> str:

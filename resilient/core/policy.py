@@ -8,11 +8,12 @@ like a cause.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from resilient.core.model import (
     Fault,
     FaultKind,
+    Group,
     Member,
     Outcome,
     Phase,
@@ -22,6 +23,7 @@ from resilient.core.model import (
     Worker,
     WorkerState,
 )
+from resilient.core.ranks import Ranks, bit, count, from_ranks, full, has, iterate
 
 CONFIG_ERROR = "resilient.errors.ConfigError"
 
@@ -119,30 +121,37 @@ def count_deaths(state: State, faults: Sequence[Fault]) -> tuple[State, tuple[Sl
 
 
 def _slot_of(state: State, worker: Worker) -> Slot | None:
-    if state.plan is not None:
-        for member in state.plan.members:
-            if member.worker == worker:
-                return member.slot
-    known = state.workers.get(worker)
+    rank = state.plan.rank_of(worker) if state.plan is not None else None
+    if state.plan is not None and rank is not None:
+        return state.plan.members[rank].slot
+    known = state.extras.get(worker)
     return known.slot if known else None
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who would be in the next generation, as far as it is known now.
+    """Who would be in the next generation, as far as it is known now; ranks are the last plan's.
 
     Attributes:
-        members: complete and ready, in rank order, when `waiting_for` is empty.
-        waiting_for: slots that have no ready worker yet, ascending.
-        to_start: of those, the ones for which not even a starting worker is there.
-        spares_used: spares that take a slot.
-        dropped: slots the world loses.
+        filled: ranks whose slot has a ready worker: the last one, or the substitute.
+        substitutes: by rank, the workers that take the place of dead ones.
+        waiting: ranks whose slot has no ready worker yet.
+        to_start: of their slots, those for which not even a starting worker is there; ascending.
+        dropped: ranks whose slot the world loses.
+        moves: new rank -> last rank, of those that fill a hole; empty while any is waited for.
     """
 
-    members: tuple[Member, ...]
-    waiting_for: tuple[Slot, ...]
+    filled: Ranks = field(repr=False)
+    substitutes: Mapping[int, Worker]
+    waiting: Ranks = field(repr=False)
     to_start: tuple[Slot, ...]
-    dropped: tuple[Slot, ...]
+    dropped: Ranks = field(repr=False)
+    moves: Mapping[int, int]
+
+    @property
+    def world_size(self) -> int:
+        """Of the next generation, if everybody comes who is waited for."""
+        return count(self.filled) + count(self.waiting)
 
 
 def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership:
@@ -156,46 +165,43 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
         give_up_waiting: drop the slots that have no ready worker (the rendezvous timed out).
     """
     assert state.plan is not None
-    replace_dead = state.config.replace or state.phase is Phase.FORMING
-    filled: dict[int, tuple[Slot, Worker]] = {}
-    holes: list[tuple[int, Slot]] = []
-    starting: list[tuple[int, Slot]] = []
-    dropped: list[Slot] = []
-    for rank, slot, worker in ((m.rank, m.slot, m.worker) for m in state.plan.members):
-        known = state.workers.get(worker)
-        if slot in state.excluded or slot.node not in state.nodes:
-            dropped.append(slot)
-        elif known is not None and not known.killed:
-            if known.status in (Status.READY, Status.FINISHED):
-                filled[rank] = (slot, worker)
-            else:
-                starting.append((rank, slot))
-        elif replace_dead:
-            holes.append((rank, slot))
-        else:
-            dropped.append(slot)
+    plan, roster = state.plan, state.roster
+    excluded = (plan.rank_at(slot) for slot in state.excluded)
+    dropped = roster.lost | from_ranks([rank for rank in excluded if rank is not None])
+    well = roster.alive & ~roster.killed & ~dropped
+    filled = well & roster.waiting
+    waiting = well & ~filled
+    holes = full(plan.world_size) & ~dropped & ~well
+    if not state.config.replace and state.phase is not Phase.FORMING:
+        dropped, holes = dropped | holes, 0
 
-    taken = {member.worker for member in state.plan.members}
-    extra = {w: s for w, s in sorted(state.workers.items()) if w not in taken and not s.killed}
-    waiting_for = [slot for _, slot in starting]
+    slots = [(rank, plan.members[rank].slot) for rank in iterate(holes)]
+    extra = _extra_on(state, {slot.node for _, slot in slots})
+    substitutes: dict[int, Worker] = {}
+    late: list[int] = []
     to_start: list[Slot] = []
-    for rank, slot in holes:
+    for rank, slot in slots:
         substitute = _take(extra, slot, ready=True)
         if substitute is not None:
-            filled[rank] = (slot, substitute)
+            substitutes[rank] = substitute
             continue
-        waiting_for.append(slot)
+        late.append(rank)
         if _take(extra, slot, ready=False) is None:
             to_start.append(slot)
+    filled |= from_ranks(substitutes)
+    waiting |= from_ranks(late)
     if give_up_waiting:
-        dropped += waiting_for
-        waiting_for, to_start = [], []
-    return Membership(
-        members=_dense(filled),
-        waiting_for=tuple(sorted(waiting_for)),
-        to_start=tuple(sorted(to_start)),
-        dropped=tuple(sorted(dropped)),
-    )
+        dropped, waiting, to_start = dropped | waiting, 0, []
+    moves = {} if waiting else _dense(filled)
+    return Membership(filled, substitutes, waiting, tuple(sorted(to_start)), dropped, moves)
+
+
+def _extra_on(state: State, nodes: set[str]) -> dict[Worker, WorkerState]:
+    """The living extras of these nodes, ascending."""
+    if not nodes:
+        return {}
+    known = state.extras.items()
+    return dict(sorted((w, s) for w, s in known if w.node in nodes and not s.killed))
 
 
 def _take(extra: dict[Worker, WorkerState], slot: Slot, *, ready: bool) -> Worker | None:
@@ -214,10 +220,37 @@ def _take(extra: dict[Worker, WorkerState], slot: Slot, *, ready: bool) -> Worke
     return best
 
 
-def _dense(filled: Mapping[int, tuple[Slot, Worker]]) -> tuple[Member, ...]:
-    """Ranks 0..n-1: whoever is below n keeps its rank, the highest fill the holes."""
-    ranks = dict(filled)
-    world_size = len(ranks)
-    for hole in [rank for rank in range(world_size) if rank not in ranks]:
-        ranks[hole] = ranks.pop(max(ranks))
-    return tuple(Member(rank, *ranks[rank]) for rank in sorted(ranks))
+def _dense(filled: Ranks) -> dict[int, int]:
+    """Ranks 0..n-1: whoever is below n keeps its rank, the highest fill the holes, new -> old."""
+    size = count(filled)
+    holes = full(size) & ~filled
+    beyond = [size + rank for rank in iterate(filled >> size)]
+    return dict(zip(iterate(holes), reversed(beyond), strict=True))
+
+
+def members_of(state: State, chosen: Membership) -> tuple[Member, ...]:
+    """The members of the next plan, once nobody is waited for; who stays, stays the same object."""
+    assert state.plan is not None and not chosen.waiting
+    last = state.plan.members
+    members = list(last[: chosen.world_size])
+    for new, old in (*((rank, rank) for rank in chosen.substitutes), *chosen.moves.items()):
+        if new < len(members):
+            worker = chosen.substitutes.get(old, last[old].worker)
+            members[new] = Member(new, last[old].slot, worker)
+    return tuple(members)
+
+
+def held_by(state: State, chosen: Membership) -> list[Group]:
+    """What the ranks of the next generation hold; as long as some are waited for, by last rank."""
+    stay = chosen.filled & ~from_ranks(chosen.substitutes)
+    groups = []
+    for ranks, what in state.roster.holdings:
+        held = ranks & stay
+        moved = from_ranks([new for new, old in chosen.moves.items() if has(held, old)])
+        if not chosen.waiting:
+            held &= full(chosen.world_size)
+        groups.append((held | moved, what))
+    new_rank = {old: new for new, old in chosen.moves.items()}
+    for rank, worker in chosen.substitutes.items():
+        groups.append((bit(new_rank.get(rank, rank)), state.extras[worker].holdings))
+    return [(ranks, what) for ranks, what in groups if ranks and what]

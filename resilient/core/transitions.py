@@ -7,11 +7,13 @@ single events (coordinator.py) only record and, where it does not depend on othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from resilient.core import events as ev
-from resilient.core.cut import find_cut
+from resilient.core.cut import newest_cut
 from resilient.core.model import (
+    Cut,
     CutKind,
     Fault,
     FaultKind,
@@ -19,13 +21,15 @@ from resilient.core.model import (
     Outcome,
     Phase,
     Plan,
+    Roster,
     Slot,
     Status,
     Worker,
-    WorkerState,
 )
 from resilient.core.move import Move
-from resilient.core.policy import choose_members, count_deaths, judge
+from resilient.core.policy import choose_members, count_deaths, held_by, judge, members_of
+from resilient.core.ranks import Ranks, from_ranks, full, iterate
+from resilient.core.ranks import count as count_ranks
 
 MAX_SPARE_DEATHS = 3
 SIGKILL_STATUS = -9
@@ -41,9 +45,10 @@ def terminate_group(move: Move, signum: int, reason: str) -> None:
 
 def abort(move: Move, reason: str) -> None:
     assert move.state.plan is not None
-    inside = tuple(move.inside())
+    inside = move.inside()
     if inside:
-        move.do(ev.AbortGeneration(move.state.plan.generation, inside, reason))
+        workers = tuple(move.workers(inside))
+        move.do(ev.AbortGeneration(move.state.plan.generation, workers, reason))
     bound_s = max(move.state.config.interrupt_timeout_s, 3 * (move.state.usual_step_s or 0.0))
     move.set(extended=False)
     move.enter(Phase.STOPPING, bound_s)
@@ -66,9 +71,9 @@ def exclude(move: Move, slots: Iterable[Slot]) -> None:
 def refill_spares(move: Move) -> None:
     if move.state.num_spare_deaths >= MAX_SPARE_DEATHS or not move.state.config.replace:
         return
+    have = Counter(w.node for w, known in move.state.extras.items() if not known.killed)
     for node in sorted(move.state.nodes):
-        have = sum(1 for w in move.living() if w.node == node and not move.member(w))
-        for _ in range(move.state.config.num_spares - have):
+        for _ in range(move.state.config.num_spares - have[node]):
             move.launch(None, node)
 
 
@@ -89,11 +94,12 @@ def _advance_forming(move: Move) -> None:
             _form(move, store)
     elif state.decorated:
         if move.expired:
-            late = [w for w in move.living(Status.STARTING) if move.state.workers[w].slot]
+            extras = move.state.extras
+            late = [w for w in move.living(Status.STARTING) if w not in extras or extras[w].slot]
             kill_late(move, late, "not at the decorator in time")
             move.enter(Phase.FORMING, state.config.start_timeout_s)
         _try_plan(move)
-    elif not any(move.member(w) for w in state.workers):
+    elif not state.roster.alive:
         close(move, Outcome.DONE, "every process of the script has ended with exit code 0")
 
 
@@ -102,7 +108,7 @@ def kill_late(move: Move, workers: Iterable[Worker], reason: str) -> None:
     for worker in workers:
         note = {"status": SIGKILL_STATUS, "note": reason}
         move.fault(FaultKind.HUNG, worker, 0, **note)
-        move.kill(worker, reason)
+        move.kill([worker], reason)
         count(move, move.state.faults[-1:])
 
 
@@ -117,16 +123,16 @@ def _form(move: Move, store: tuple[str, int]) -> None:
     if len(slots) < move.state.config.min_world_size:
         close(move, Outcome.UNRECOVERABLE, f"{len(slots)} slots are left")
         return
+    first = move.state.next_number
     members = tuple(
-        Member(rank, slot, move.start(slot, slot.node)) for rank, slot in enumerate(slots)
+        Member(rank, slot, Worker(slot.node, first + rank)) for rank, slot in enumerate(slots)
     )
-    cut = find_cut((), {}, committed_step=0, persisted_step=None)
-    assert cut is not None
-    move.set(plan=Plan(move.state.num_restarts, members, store, cut))
+    generation = move.state.num_restarts
+    plan = Plan(generation, members, store, Cut(CutKind.INITIAL, 0))
+    roster = Roster(starting=full(len(members)))
+    move.set(plan=plan, roster=roster, next_number=first + len(members))
     for member in members:
-        move.do(
-            ev.StartWorker(member.worker, member.slot, move.state.plan, move.state.num_restarts)
-        )
+        move.do(ev.StartWorker(member.worker, member.slot, plan, generation))
     move.why(f"starting {len(members)} workers")
 
 
@@ -135,71 +141,68 @@ def _advance_stopping(move: Move) -> None:
         _advance_stopping_script(move)
         return
     inside = move.inside()
-    if not inside and not any(
-        known.killed and move.member(worker) for worker, known in move.state.workers.items()
-    ):
+    if not inside and not move.state.roster.killed:
         _decide(move)
     elif move.expired:
         _enforce(move, inside)
 
 
-def _enforce(move: Move, inside: list[Worker]) -> None:
+def _enforce(move: Move, inside: Ranks) -> None:
     """The bound of STOPPING is over: those still inside are killed; the killed count as gone."""
     config = move.state.config
     if not inside:
-        for worker in [w for w, known in sorted(move.state.workers.items()) if known.killed]:
-            member = move.member(worker)
-            if member is not None:
-                move.do(ev.ExcludeSlot(member.slot, "its process does not end after SIGKILL"))
-                move.set(excluded=move.state.excluded | {member.slot})
-                move.drop(worker)
+        killed = move.workers(move.state.roster.killed)
+        slots = [member.slot for member in map(move.member, killed) if member is not None]
+        for slot in slots:
+            move.do(ev.ExcludeSlot(slot, "its process does not end after SIGKILL"))
+        move.set(excluded=move.state.excluded.union(slots))
+        move.drop(killed)
         _decide(move)
         return
-    held = any(known.holdings for w, known in move.state.workers.items() if w not in inside)
+    held = move.state.roster.holdings or any(e.holdings for e in move.state.extras.values())
     may_extend = not (held or move.state.extended or move.drain_is_over)
     if may_extend and move.state.committed_step > 0:
         move.set(extended=True)
         move.enter(Phase.STOPPING, config.last_holder_timeout_s)
         move.why("the last ranks to hold the state get more time")
         return
-    move.do(ev.DumpStacks(tuple(inside)))
-    for worker in inside:
-        kill_hung(move, worker, "did not leave its generation in time")
+    workers = move.workers(inside)
+    move.do(ev.DumpStacks(tuple(workers)))
+    kill_hung(move, workers, "did not leave its generation in time")
     move.enter(Phase.STOPPING, config.kill_timeout_s)
-    move.why(f"killing {len(inside)} ranks that did not come out")
+    move.why(f"killing {len(workers)} ranks that did not come out")
 
 
-def kill_hung(move: Move, worker: Worker, why: str) -> None:
-    """Kills a rank that cannot or does not come out. What was seen of the hang stays with it."""
+def kill_hung(move: Move, workers: Sequence[Worker], why: str) -> None:
+    """Kills ranks that cannot or do not come out. What was seen of the hang stays with them."""
     seen = next((fault for fault in move.state.faults if fault.kind is FaultKind.HUNG), None)
-    move.fault(
+    move.faults(
         FaultKind.HUNG,
-        worker,
+        workers,
         move.state.committed_step,
         began_s=seen.began_s if seen else None,
         status=SIGKILL_STATUS,
         note="; ".join(filter(None, (why, seen.note if seen else ""))),
     )
-    move.kill(worker, why)
+    move.kill(workers, why)
 
 
 def _advance_stopping_script(move: Move) -> None:
     """Unmodified script: all gone, then the whole group again or the end."""
     state = move.state
-    if state.workers:
+    if move.anyone:
         if move.expired:
-            if move.living():
-                for worker in move.living():
-                    move.kill(worker, "its grace is over")
+            if move.anyone_living:
+                move.kill(move.living(), "its grace is over")
                 move.enter(Phase.STOPPING, state.config.kill_timeout_s)
             else:  # SIGKILL does not take: nothing of ours can end these
-                move.set(workers={})
-        if move.state.workers:
+                move.drop_all()
+        if move.anyone:
             return
     if state.draining is not None:
         close(move, Outcome.SIGNALLED, f"asked to stop by signal {state.draining}")
     elif state.num_restarts < state.config.max_restarts:
-        move.set(num_restarts=state.num_restarts + 1, plan=None, faults=())
+        move.set(num_restarts=state.num_restarts + 1, plan=None, roster=Roster(), faults=())
         move.do(ev.OpenStore(move.state.num_restarts))
         move.enter(Phase.FORMING)
         move.why(f"restart {move.state.num_restarts} of {state.config.max_restarts}")
@@ -232,29 +235,27 @@ def _advance_collecting(move: Move) -> None:
 def _try_plan(move: Move) -> None:
     """Publishes the next plan when every slot has a ready worker, or the wait for it is over."""
     if move.expired:  # whoever was late once already is stuck, and would be waited for each time
-        for worker in move.living(Status.STARTING):
-            if move.state.workers[worker].slot is None:
-                move.kill(worker, "not at the decorator in time")
+        extras = move.state.extras.items()
+        late = [w for w, known in extras if known.status is Status.STARTING and known.slot is None]
+        move.kill(sorted(late), "not at the decorator in time")
     state = move.state
     assert state.plan is not None
     chosen = choose_members(state, give_up_waiting=move.expired)
-    size = len(chosen.members) + len(chosen.waiting_for)
-    if size < state.config.min_world_size or size == 0:
+    if chosen.world_size < state.config.min_world_size or chosen.world_size == 0:
         least = state.config.min_world_size
         end(
             move,
             Outcome.UNRECOVERABLE,
-            f"{size} ranks can go on, fewer than the minimum of {least}",
+            f"{chosen.world_size} ranks can go on, fewer than the minimum of {least}",
         )
         return
-    cut = find_cut(
-        chosen.members,
-        move.holdings(),
+    cut = newest_cut(
+        held_by(state, chosen),
         committed_step=state.committed_step,
         persisted_step=state.persisted_step,
     )
     # A job that persists may learn of a checkpoint from a worker that is still to come.
-    if cut is None and not (chosen.waiting_for and state.config.persists):
+    if cut is None and not (chosen.waiting and state.config.persists):
         end(
             move,
             Outcome.UNRECOVERABLE,
@@ -265,7 +266,7 @@ def _try_plan(move: Move) -> None:
         return
     for slot in chosen.to_start:
         move.launch(slot, slot.node)
-    if chosen.waiting_for:
+    if chosen.waiting:
         if chosen.to_start:
             move.why(f"starting workers for {len(chosen.to_start)} slots")
         return
@@ -277,22 +278,23 @@ def _try_plan(move: Move) -> None:
             end(move, Outcome.UNRECOVERABLE, "no store could be opened for the next generation")
         return
     assert cut is not None  # nothing is waited for
-    first_world_size = state.plan.first_world_size or len(chosen.members)
-    _publish(move, Plan(generation, chosen.members, store, cut, first_world_size))
+    members = members_of(state, chosen)
+    first_world_size = state.plan.first_world_size or len(members)
+    _publish(move, Plan(generation, members, store, cut, first_world_size))
 
 
 def _publish(move: Move, plan: Plan) -> None:
-    extra = [w for w in move.living() if plan.rank_of(w) is None]
-    for worker in extra:  # came too late for its slot, or has lost it
-        if move.state.workers[worker].slot in move.state.excluded:
-            move.kill(worker, "its slot is excluded")
+    _hand_over(move, plan)
+    # Who has no rank now came too late for its slot, or has lost it: a spare, from here on.
+    extras = move.state.extras.items()
+    with_slot = sorted(w for w, known in extras if known.slot is not None and not known.killed)
+    for worker in with_slot:
+        if move.state.extras[worker].slot in move.state.excluded:
+            move.kill([worker], "its slot is excluded")
         else:
-            move.change(worker, slot=None)  # a spare now
-    workers = dict(move.state.workers)
-    for member in plan.members:
-        workers[member.worker] = WorkerState(Status.ENTERED, member.slot, plan.generation)
+            move.change(worker, slot=None)
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
-    move.set(plan=plan, workers=workers, stores=stores, stepped=False, faults=())
+    move.set(stores=stores, stepped=False, faults=())
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)
     move.do(ev.PublishPlan(plan), ev.StartGeneration(plan), ev.OpenStore(plan.generation + 1))
@@ -300,10 +302,26 @@ def _publish(move: Move, plan: Plan) -> None:
     move.why(f"generation {plan.generation}: {plan.world_size} ranks from step {plan.cut.step}")
 
 
+def _hand_over(move: Move, plan: Plan) -> None:
+    """From the last plan to this one; a process whose rank another one has now is an extra."""
+    last = move.state.plan
+    assert last is not None
+    changed = plan.changes_since(last)
+    plan.share_index(last, changed)
+    maybe_out = from_ranks((*changed, *range(plan.world_size, last.world_size)))
+    extras = move.own_extras()
+    for rank in iterate(maybe_out & move.state.roster.alive):
+        worker, known = last.members[rank].worker, move.state.member_state(rank)
+        if known is not None and plan.rank_of(worker) is None:
+            extras[worker] = known
+    for rank in changed:
+        extras.pop(plan.members[rank].worker, None)
+    move.set(plan=plan, roster=Roster(entered=full(plan.world_size)))
+
+
 def _advance_restoring(move: Move) -> None:
-    assert move.state.plan is not None
-    waiting = (Status.ENTERED, Status.JOINED)
-    if not any(move.state.workers[m.worker].status in waiting for m in move.state.plan.members):
+    roster = move.state.roster
+    if not roster.entered | roster.joined:
         move.enter(Phase.RUNNING)
         move.set(num_spare_deaths=0)
         refill_spares(move)
@@ -312,8 +330,7 @@ def _advance_restoring(move: Move) -> None:
 
 def _advance_running(move: Move) -> None:
     assert move.state.plan is not None
-    known = [move.worker(member.worker) for member in move.state.plan.members]
-    if all(k is not None and k.status is Status.FINISHED for k in known):
+    if count_ranks(move.state.roster.finished) == move.state.plan.world_size:
         close(move, Outcome.DONE, "every rank has finished")
 
 
@@ -323,15 +340,10 @@ def _advance_running(move: Move) -> None:
 def end(move: Move, outcome: Outcome, reason: str, *, given_up: bool = False) -> None:
     """The job ends with this outcome; first, what memory holds beyond the disk goes there."""
     move.set(outcome=outcome, outcome_reason=reason)
-    held = [
-        (holding.step, worker)
-        for worker, holdings in sorted(move.holdings().items())
-        for holding in holdings
-    ]
-    newest = max((step for step, _ in held), default=0)
+    newest, holder = _newest_held(move)
     given_up = given_up or move.drain_is_over
-    if move.state.config.persists and not given_up and newest > (move.state.persisted_step or 0):
-        holder = next(worker for step, worker in held if step == newest)
+    worth_it = move.state.config.persists and newest > (move.state.persisted_step or 0)
+    if holder is not None and worth_it and not given_up:
         move.set(persisting=holder)
         move.do(ev.Persist(holder, newest))
         move.enter(Phase.COLLECTING, move.state.config.grace_s)
@@ -340,17 +352,32 @@ def end(move: Move, outcome: Outcome, reason: str, *, given_up: bool = False) ->
     close(move, outcome, reason)
 
 
+def _newest_held(move: Move) -> tuple[int, Worker | None]:
+    """The newest step that a waiting worker holds, and the first worker that does; or (0, None)."""
+    held = move.held()
+    held_alone = [
+        (holding.step, worker)
+        for worker, known in sorted(move.state.extras.items())
+        if not known.killed and known.status in (Status.READY, Status.FINISHED)
+        for holding in known.holdings
+    ]
+    steps = [holding.step for _, holdings in held for holding in holdings]
+    newest = max((*steps, *(step for step, _ in held_alone)), default=0)
+    ranks = 0
+    for group, holdings in held:
+        if any(holding.step == newest for holding in holdings):
+            ranks |= group
+    workers = move.workers(ranks)[:1] + [worker for step, worker in held_alone if step == newest]
+    return newest, min(workers, default=None)
+
+
 def close(move: Move, outcome: Outcome, reason: str) -> None:
     """Lets everybody go; the end comes when all processes are gone."""
     move.set(outcome=outcome, outcome_reason=reason)
-    listening: list[Worker] = []
-    others: list[Worker] = []
-    for worker in move.living():
-        known = move.state.workers[worker]
-        waits = known.status in (Status.READY, Status.FINISHED) and not move.drain_is_over
-        (listening if waits and move.member(worker) else others).append(worker)
-    for worker in others:
-        move.kill(worker, "the job has ended")
+    waiting = 0 if move.drain_is_over else move.state.roster.waiting
+    listening = move.workers(waiting & ~move.state.roster.killed)
+    listen = set(listening)
+    move.kill([w for w in move.living() if w not in listen], "the job has ended")
     if outcome is Outcome.DONE:
         if listening:
             move.do(ev.Close(tuple(listening)))
@@ -364,17 +391,16 @@ def close(move: Move, outcome: Outcome, reason: str) -> None:
 
 
 def _advance_closed(move: Move) -> None:
-    if move.state.workers and not move.living() and move.state.deadline_s is None:
+    if move.anyone and not move.anyone_living and move.state.deadline_s is None:
         move.enter(Phase.CLOSED, move.state.config.kill_timeout_s)  # scripts are done; spares die
-    if move.state.workers and move.expired:
-        if move.living():
-            for worker in move.living():
-                move.kill(worker, "its grace is over")
+    if move.anyone and move.expired:
+        if move.anyone_living:
+            move.kill(move.living(), "its grace is over")
             move.enter(Phase.CLOSED, move.state.config.kill_timeout_s)
         else:
-            move.set(workers={})
+            move.drop_all()
             move.why("some processes do not end after SIGKILL")
-    if not move.state.workers:
+    if not move.anyone:
         assert move.state.outcome is not None
         move.set(finished=True, deadline_s=None)
         cause = None if move.state.outcome is Outcome.DONE else move.state.root_cause

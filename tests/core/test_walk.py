@@ -14,6 +14,7 @@ import pytest
 from resilient.core import policy, transitions
 from resilient.core.model import Cut, CutKind, Phase, Status
 from resilient.core.move import Move
+from resilient.core.ranks import iterate
 from tests.core import walk
 
 NUM_SEEDS = 400
@@ -52,13 +53,14 @@ def test_a_walk_does_not_depend_on_the_hash_seed() -> None:
 # ---------------------------------------------------------------- the walk bites
 
 
-def _oldest_cut(members: Any, holdings: Any, **_: Any) -> Cut:
-    held = {m.rank: {h.step for h in holdings.get(m.worker, ())} for m in members}
-    steps = [step for steps in held.values() for step in steps]
+def _oldest_cut(held: Any, **_: Any) -> Cut:
+    groups = list(held)
+    steps = [holding.step for _, holdings in groups for holding in holdings]
     if not steps:
         return Cut(CutKind.INITIAL, 0)
     oldest = min(steps)
-    return Cut(CutKind.MEMORY, oldest, tuple(r for r in sorted(held) if oldest in held[r]))
+    holders = [ranks for ranks, holdings in groups if oldest in {h.step for h in holdings}]
+    return Cut(CutKind.MEMORY, oldest, tuple(sorted(r for g in holders for r in iterate(g))))
 
 
 def _no_killing(move: Move, inside: list[Any]) -> None:
@@ -70,7 +72,7 @@ def _no_deadline(move: Move, phase: Phase, timeout_s: float | None = None) -> No
 
 
 def _holes(filled: Any) -> Any:
-    return tuple(policy.Member(rank, *filled[rank]) for rank in sorted(filled))
+    return {}
 
 
 def _hasty(move: Move) -> None:
@@ -97,7 +99,7 @@ def _no_check(move: Move, generation: int) -> bool:
 @pytest.mark.parametrize(
     ("where", "name", "mutant"),
     [
-        (transitions, "find_cut", _oldest_cut),
+        (transitions, "newest_cut", _oldest_cut),
         (transitions, "_enforce", _no_killing),
         (transitions, "_decide", _decide_aloud),
         (Move, "enter", _no_deadline),
