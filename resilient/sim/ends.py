@@ -1,0 +1,126 @@
+"""Whether a job had to end as it did: each outcome needs a reason of its own in what was true.
+
+An end that nothing justifies is a broken promise like any other: a job that gives up could have
+gone on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from resilient.core import changes as ch
+from resilient.core.model import Outcome
+
+if TYPE_CHECKING:
+    from resilient.sim.checkers import Checks
+    from resilient.sim.cluster import Cluster
+    from resilient.sim.worlds import World
+
+SLACK_S = 5.0
+
+
+class Ends:
+    """raised: (step, frame) of all that train functions have raised by themselves."""
+
+    def __init__(self, cluster: Cluster, checks: Checks) -> None:
+        self.cluster = cluster
+        self.checks = checks
+        self.raised: list[tuple[int, str]] = []
+        self._lack_since_s: float | None = 0.0
+        self._published_s = 0.0
+        self._stepped: list[bool] = []  # of each generation, in order
+        self._heard: set[int] = set()
+
+    def on_change(self, change: ch.Change) -> None:
+        if isinstance(change, (ch.NodeArrived, ch.NodeGone)):
+            self._count_nodes()
+        elif isinstance(change, ch.Published):
+            self._published_s = self.cluster.timeline.now_s
+            self._stepped.append(False)
+        elif isinstance(change, ch.Reported):
+            self._heard.add(change.number)
+
+    def on_step(self, world: World) -> None:
+        if self._stepped:
+            self._stepped[-1] = True
+
+    def _count_nodes(self) -> None:
+        config = self.cluster.settings.config
+        slots = sum(lease.num_slots for lease in self.cluster.store.leases.values())
+        enough = len(self.cluster.store.leases) >= config.min_nodes
+        if enough and slots >= config.min_world_size:
+            self._lack_since_s = None
+        elif self._lack_since_s is None:
+            self._lack_since_s = self.cluster.timeline.now_s
+
+    def on_closed(self, closed: ch.Closed) -> None:
+        outcome = closed.outcome
+        why = {
+            Outcome.DONE: self._is_done,
+            Outcome.DRAINED: self._is_drained,
+            Outcome.TRAIN_FUNCTION_FAILED: self._has_failed,
+            Outcome.UNRECOVERABLE: self._is_unrecoverable,
+        }
+        if outcome is None or outcome not in why or not why[outcome]():
+            self.checks.fail("legitimate end", f"{outcome}: {closed.reason}")
+
+    def _is_done(self) -> bool:
+        """Every rank of the last plan has finished, with one and the same state."""
+        length = self.cluster.length
+        if length is None or not self.checks.plans:
+            return False
+        plan = self.checks.plans[max(self.checks.plans)]
+        final = set()
+        for member in plan.members:
+            process = self.cluster.processes[member.worker]
+            if process.live is None or process.step != length:
+                return False
+            final.add(process.live[0])
+        return len(final) == 1
+
+    def _is_drained(self) -> bool:
+        return self.cluster.asked_to_drain
+
+    def _has_failed(self) -> bool:
+        return max(Counter(self.raised).values(), default=0) >= 2
+
+    def _is_unrecoverable(self) -> bool:
+        cluster, config = self.cluster, self.cluster.settings.config
+        now_s = cluster.timeline.now_s
+        since_s = self._lack_since_s
+        if since_s is not None and now_s - since_s >= config.quorum_timeout_s - SLACK_S:
+            return True
+        waited_s = now_s - self._published_s
+        if waited_s >= config.quorum_timeout_s - SLACK_S and cluster.starts_were_bad:
+            return True
+        barren = self._stepped[-config.max_barren_generations :]
+        if len(barren) == config.max_barren_generations and not any(barren):
+            return True
+        return self._all_copies_are_lost() or self._too_few_slots()
+
+    def _all_copies_are_lost(self) -> bool:
+        plans = self.checks.plans
+        if not plans or not any(self._stepped):
+            return False
+        base = self.checks.bases[max(plans)]
+        steps = self.cluster.contents.steps
+        for worker, process in self.cluster.living():
+            if process.stuck or process.doomed or not process.agent.runs:
+                continue
+            if worker.node not in self.cluster.store.leases:
+                continue
+            if any(steps[content] >= 0 for content in self.checks.valid_copies(process, base)):
+                return False
+        return self.cluster.newest_on_disk() is None
+
+    def _too_few_slots(self) -> bool:
+        """Of those that are not excluded, by what the last leader says of exclusions."""
+        leading = self.cluster.leading()
+        job = leading.leader.job if leading is not None and leading.leader is not None else None
+        excluded = job.excluded if job is not None else self.cluster.excluded
+        left = 0
+        for host in self.cluster.hosts:
+            for local_rank in range(host.num_slots):
+                left += (host.name, local_rank) not in excluded
+        return left < max(self.cluster.settings.config.min_world_size, 1)
