@@ -57,9 +57,8 @@ class Watch:
         if self.is_closed or not self._agent.runs:
             return
         network, name = cluster.network, self._agent.name
-        if not network.can_answer(name) or (self._position is None and not network.is_quiet(name)):
-            if network.slow[name] and not network.store_down:
-                self.behind()
+        is_new = self._position is None
+        if not network.can_answer(name) or (is_new and not network.can_request(name)):
             return  # until the cluster says that a link is there again
         if self.compacted:
             self.is_closed = True
@@ -99,6 +98,8 @@ class Agent:
         self._renewing: int | None = None
         self._campaign_since: float | None = None
         self._watched_hang = -1
+        self._measured = -1
+        self._ordered_s = 0.0
         self.watch: Watch | None = None
         self.leader_watch: Watch | None = None
 
@@ -131,6 +132,12 @@ class Agent:
         if self.runs:
             self.note(self.cluster.show(event))
             self.feed(node.Seen(event))
+
+    def measure_pace(self, generation: int) -> None:
+        """Its first rank has committed a step of the generation."""
+        if self._measured != generation:
+            self._measured = generation
+            self.see(ev.PaceMeasured(self.cluster.settings.step_s))
 
     def _apply(self, decision: node.NodeDecision) -> None:
         self.state = decision.state
@@ -300,9 +307,13 @@ class Agent:
         answered: Callable[[Answer], None] | None = None,
         refused: Callable[[st.Refused], None] | None = None,
         lost: Callable[[], None] | None = None,
+        *,
+        in_order: bool = False,
     ) -> None:
-        """One call: there, done, and back, each of which may fail. A refusal to a node whose lease
-        is over says so to the node, too."""
+        """One call: there, done, and back, each of which may fail.
+
+        in_order: it does not overtake an earlier one of this kind (but may be lost before it).
+        """
         cluster, name = self.cluster, self.name
         sent_s = cluster.timeline.now_s
         timeout_s = cluster.settings.request_timeout_s
@@ -315,6 +326,9 @@ class Agent:
                 )
 
         there_s = cluster.network.latency_s(name)
+        if in_order:
+            there_s = max(there_s, self._ordered_s - sent_s)
+            self._ordered_s = sent_s + there_s
         if there_s > timeout_s:
             give_up()
 
@@ -453,6 +467,7 @@ class Agent:
             lambda: store.report(self.name, incarnation, number, event),
             lambda answer: self.feed(node.Stored(number)) if number else None,
             lambda error: self._refusal(error, incarnation),
+            in_order=True,
         )
 
     def _on_changes(self, changes: Sequence[ch.Change]) -> None:

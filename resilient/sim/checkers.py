@@ -125,7 +125,7 @@ class Checks:
             process = self.cluster.processes[member.worker]
             held = [steps[content] for content in self.valid_copies(process, base)]
             held += [process.persisted] if process.persisted is not None else []
-            newest = max([newest, *held])
+            newest = max([newest, *held, self.cluster.newest_on_disk() or -1])
             if process.stage != "gone":
                 surest = max([surest, *held])
         if cut.kind is CutKind.INITIAL:
@@ -214,7 +214,7 @@ class Checks:
         self._workers.add(worker)
 
     def on_kill(self, process: Process, reason: str) -> None:
-        """The last copy of the newest state is not killed while it is well."""
+        """The last copy of the state is not killed while it is well."""
         if self._ending or process.stage not in ("ready", "finished") or process.doomed:
             return
         if not self.plans or process.stuck:
@@ -223,16 +223,15 @@ class Checks:
         steps = self.cluster.contents.steps
         own = max((steps[c] for c in self.valid_copies(process, base)), default=0)
         others = [
-            steps[content]
-            for worker, other in self.cluster.living()
-            if other is not process and not other.doomed
+            content
+            for _, other in self.cluster.living()
+            if other is not process and not other.doomed and other.agent.runs
             for content in self.valid_copies(other, base)
         ]
-        disk = self.cluster.newest_on_disk() or 0
         self.ensure(
-            own <= max([0, disk, *others]),
+            own == 0 or bool(others) or self.cluster.newest_on_disk() is not None,
             "no copy is killed",
-            f"{process.worker} was the last to hold step {own}: {reason}",
+            f"{process.worker} was the last to hold any step, {own}: {reason}",
         )
 
     def on_leader_decision(

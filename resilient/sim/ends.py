@@ -47,7 +47,11 @@ class Ends:
 
     def _count_nodes(self) -> None:
         config = self.cluster.settings.config
-        slots = sum(lease.num_slots for lease in self.cluster.store.leases.values())
+        slots = sum(
+            (lease.node, local_rank) not in self.cluster.excluded
+            for lease in self.cluster.store.leases.values()
+            for local_rank in range(lease.num_slots)
+        )
         enough = len(self.cluster.store.leases) >= config.min_nodes
         if enough and slots >= config.min_world_size:
             self._lack_since_s = None
@@ -61,6 +65,8 @@ class Ends:
             Outcome.DRAINED: self._is_drained,
             Outcome.TRAIN_FUNCTION_FAILED: self._has_failed,
             Outcome.UNRECOVERABLE: self._is_unrecoverable,
+            Outcome.SCRIPT_FAILED: self._none_was_ready,
+            Outcome.SIGNALLED: self._none_was_ready,
         }
         if outcome is None or outcome not in why or not why[outcome]():
             self.checks.fail("legitimate end", f"{outcome}: {closed.reason}")
@@ -81,6 +87,10 @@ class Ends:
 
     def _is_drained(self) -> bool:
         return self.cluster.asked_to_drain
+
+    def _none_was_ready(self) -> bool:
+        """Nobody knew yet that the script is decorated: it is run as any other."""
+        return not self.cluster.was_ready
 
     def _has_failed(self) -> bool:
         return max(Counter(self.raised).values(), default=0) >= 2

@@ -89,6 +89,7 @@ class Process:
     def _ready(self) -> None:
         if self.stage == "starting" and not self.doomed:
             self.stage = "ready"
+            self.cluster.was_ready = True
             self.persisted = self.cluster.newest_on_disk()
             self.say(ev.WorkerReady(self.worker, self.persisted))
 
@@ -166,6 +167,7 @@ class Process:
         if self._stepped != self.generation:
             self._stepped = self.generation
             self.say(ev.WorkerStepped(self.worker, self.generation, self.step))
+            self.agent.measure_pace(self.generation)
         if self.leaving:
             self._leave()
         else:
