@@ -10,28 +10,21 @@ from __future__ import annotations
 import argparse
 import functools
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
 from resilient.errors import ConfigError
-from resilient.sim.replay import show
+from resilient.sim.run import Result, run
+from resilient.sim.show import show
 from resilient.sim.shrink import shrink
-
-if TYPE_CHECKING:
-    from resilient.sim.run import Result
 
 DEFAULT_SEEDS = "0:100"
 DEFAULT_NUM_NODES = 8
 MAX_SEEDS_AT_ONCE = 16
-RAISED = "no error"
-"""The promise that a run breaks which ends in an exception: a bug of the core, or of the model."""
 
-
-Simulate = Callable[..., "Result"]
+Simulate = Callable[..., Result]
 """`sim.run.run` for a cluster of some size: (seed), and faults= for these faults only."""
 
 
@@ -102,8 +95,6 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--nodes and --jobs must be at least 1")
     if arguments.trace and len(seeds) > 1:
         raise ConfigError("--trace is for a single seed: give --seed N")
-    from resilient.sim.run import run  # late: the other commands need no simulator
-
     simulate = functools.partial(run, num_nodes=arguments.nodes)
     began_s = time.monotonic()
     verdicts = []
@@ -113,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(f"{verdict.seed} {verdict.trace_hash}", flush=True)
         if verdict.checker is not None:
             print(_failure_text(verdict, arguments.nodes), flush=True)
-            if arguments.shrink and verdict.checker != RAISED:
+            if arguments.shrink:
                 print(_shrunk_text(simulate, verdict.seed), flush=True)
     print(_summary_text(verdicts, time.monotonic() - began_s))
     return 1 if any(verdict.checker is not None for verdict in verdicts) else 0
@@ -131,22 +122,16 @@ def _verdicts(simulate: Simulate, seeds: range, num_jobs: int, trace: bool) -> I
 
 
 def _judge(simulate: Simulate, seed: int, *, trace: bool) -> Verdict:
-    try:
-        result = simulate(seed)
-    except Exception as error:  # one seed's bug must not hide what the other seeds have to say
-        if trace:
-            traceback.print_exc()
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        text = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
-        return Verdict(seed, "raised an error", 0.0, "-", RAISED, " ".join(text.split()))
+    result = simulate(seed)
     if trace:
         print("\n".join(result.trace))
     outcome = "not ended" if result.outcome is None else result.outcome.value
+    verdict = Verdict(seed, outcome, result.sim_s, result.trace_hash)
     if result.violation is None:
-        return Verdict(seed, outcome, result.sim_s, result.trace_hash)
-    seen = " ".join(result.violation.text.split())
-    text = f"{seen}, at {result.violation.time_s:.3f} s"
-    return Verdict(seed, outcome, result.sim_s, result.trace_hash, result.violation.checker, text)
+        return verdict
+    seen = result.violation.text.strip().splitlines() or [""]
+    text = f"{seen[-1]}, at {result.violation.time_s:.3f} s"  # the last line of a traceback says it
+    return replace(verdict, checker=result.violation.checker, text=text)
 
 
 # ---------------------------------------------------------------- texts

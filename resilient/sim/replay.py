@@ -88,18 +88,20 @@ def replay(
             continue
         state = decision.state
         effects = tuple(to_json(effect) for effect in decision.effects)
-        where = _first_difference(recorded.phase, state.phase.value, "phase")
-        where = where or _first_difference(recorded.effects, effects, "effects")
-        if where is not None:
-            yield Difference(recorded, state.phase.value, effects, where, decision.reason)
+        found = _first_difference(
+            {"phase": recorded.phase, "effects": recorded.effects},
+            {"phase": state.phase.value, "effects": effects},
+        )
+        if found is not None:
+            yield Difference(recorded, state.phase.value, effects, found, decision.reason)
 
 
-def _first_difference(then: object, today: object, path: str) -> str | None:
+def _first_difference(then: object, today: object, path: str = "") -> str | None:
     """Where two JSON values differ first, and how; None where they do not."""
     if isinstance(then, Mapping) and isinstance(today, Mapping):
         for key in then:
             if key in today and key not in TEXTS:
-                found = _first_difference(then[key], today[key], f"{path}.{key}")
+                found = _first_difference(then[key], today[key], f"{path}.{key}" if path else key)
                 if found is not None:
                     return found
         return None
@@ -111,7 +113,7 @@ def _first_difference(then: object, today: object, path: str) -> str | None:
         if len(then) != len(today):
             return f"{path}: {len(then)} of them then, {len(today)} today"
         return None
-    return None if then == today else f"{path}: {show(then)} then, {show(today)} today"
+    return None if then == today else f"{path}: {brief(then)} then, {brief(today)} today"
 
 
 # ---------------------------------------------------------------- texts
@@ -120,7 +122,7 @@ def _first_difference(then: object, today: object, path: str) -> str | None:
 def difference_text(difference: Difference, began_s: float) -> str:
     """Several lines: the event, both decisions, and where they part. began_s: of the job."""
     recorded = difference.recorded
-    head = f"line {recorded.line}, at {recorded.now_s - began_s:.3f} s: {show(recorded.event)}"
+    head = f"line {recorded.line}, at {recorded.now_s - began_s:.3f} s: {brief(recorded.event)}"
     lines = [head, f"  then:  {recorded.phase}", *_effect_lines(recorded.effects)]
     lines += [f"  today: {difference.phase}", *_effect_lines(difference.effects)]
     lines += [f"  differs in {difference.where}"]
@@ -130,10 +132,10 @@ def difference_text(difference: Difference, began_s: float) -> str:
 
 
 def _effect_lines(effects: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [f"    > {show(effect)}" for effect in effects] or ["    > nothing"]
+    return [f"    > {brief(effect)}" for effect in effects] or ["    > nothing"]
 
 
-def show(value: object) -> str:
+def brief(value: object) -> str:
     """A value in one line, as short as it can still be understood; names before numbers.
 
     Values are those of events (frozen dataclasses) or of a journal (mappings with a "type").
@@ -148,7 +150,7 @@ def show(value: object) -> str:
         if len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int):
             return f"{value[0]}/{value[1]}"  # a worker, a slot or an address
         more = [f"... {len(value) - MAX_ITEMS} more"] * (len(value) > MAX_ITEMS)
-        return f"[{', '.join([*map(show, value[:MAX_ITEMS]), *more])}]"
+        return f"[{', '.join([*map(brief, value[:MAX_ITEMS]), *more])}]"
     if isinstance(value, Enum):
         return str(value.value)
     if isinstance(value, str):
@@ -159,5 +161,7 @@ def show(value: object) -> str:
 
 def _named(name: str, fields: Mapping[str, object]) -> str:
     """Fields that say nothing (None, an empty text or list) are left out."""
-    told = [f"{key}={show(item)}" for key, item in fields.items() if item not in (None, "", (), [])]
+    told = [
+        f"{key}={brief(item)}" for key, item in fields.items() if item not in (None, "", (), [])
+    ]
     return f"{name}({', '.join(told)})"

@@ -13,7 +13,7 @@ import pytest
 from resilient.cli import main
 from resilient.core import coordinator, transitions
 from resilient.core.model import Config, Cut
-from resilient.sim.replay import show
+from resilient.sim.replay import brief
 from tests.report.journals import Job, line
 from tests.sim.record import RECORDED, run_job
 
@@ -254,9 +254,9 @@ def test_no_journal_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_values_are_shown_in_one_short_line() -> None:
-    assert show({"type": "Stop", "workers": [["a", 1]], "reason": "", "plan": None}) == (
+    assert brief({"type": "Stop", "workers": [["a", 1]], "reason": "", "plan": None}) == (
         "Stop(workers=[a/1])"
     )
-    assert show(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, ... 12 more]"
-    assert show("one\n two") == "one two"
-    assert len(show("x" * 1000)) < 80
+    assert brief(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, ... 12 more]"
+    assert brief("one\n two") == "one two"
+    assert len(brief("x" * 1000)) < 80
