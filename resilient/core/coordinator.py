@@ -21,13 +21,16 @@ from typing import Any
 from resilient.core import events as ev
 from resilient.core.events import Decision, Event
 from resilient.core.model import (
+    INSIDE,
     Config,
     FaultKind,
     Outcome,
     Phase,
     State,
     Status,
+    Worker,
     WorkerState,
+    extra_of,
 )
 from resilient.core.move import Move, describe_status
 from resilient.core.policy import root_cause
@@ -42,7 +45,7 @@ from resilient.core.transitions import (
     exclude,
     kill_hung,
     kill_late,
-    refill_spares,
+    staff,
     terminate_group,
 )
 
@@ -87,30 +90,78 @@ def _ignore(move: Move, event: Event) -> None:
 
 
 def _node_joined(move: Move, event: ev.NodeJoined) -> None:
-    move.set(nodes={**move.state.nodes, event.node: event.num_slots})
+    state, node = move.state, event.node
+    if node in state.nodes:
+        if state.incarnations.get(node) == event.incarnation:
+            return
+        gone = ev.NodeLeft(node, "it came anew", state.incarnations.get(node, 0), certain=False)
+        _node_left(move, gone)
+    first = not move.state.nodes
+    numbers = [report.worker.number for report in event.workers]
+    move.set(
+        nodes={**move.state.nodes, node: event.num_slots},
+        incarnations={**move.state.incarnations, node: event.incarnation},
+        next_number=max([move.state.next_number - 1, *numbers]) + 1,
+    )
+    ranks = _ranks_on(move, node)
+    inside = 0
+    for report in event.workers:
+        known = extra_of(report)
+        move.own_extras()[report.worker] = replace(
+            known, holdings=move.usable(known.holdings, known.generation)
+        )
+        if report.status is Status.READY and move.state.phase is Phase.FORMING:
+            move.set(decorated=True)
+        if known.status in INSIDE and move.current(known.generation):
+            inside |= _rank_bit(move, report.worker)
     roster = move.state.roster
-    move.set(roster=replace(roster, lost=roster.lost & ~_ranks_on(move, event.node)))
+    move.set(
+        roster=replace(roster, lost=roster.lost & ~ranks),
+        silent=move.state.silent & ~(ranks & ~inside),  # it says itself who is out of it
+    )
+    move.why(f"node {node} joined with {event.num_slots} slots")
     if move.state.phase is Phase.FORMING and move.state.plan is None:
-        move.do(ev.OpenStore(move.state.num_restarts))
-        move.why(f"node {event.node} joined with {event.num_slots} slots")
+        if first and not move.state.stores:
+            move.do(ev.OpenStore(move.state.num_restarts))
+    elif move.state.phase in (Phase.RUNNING, Phase.COLLECTING, Phase.FORMING):
+        staff(move)
 
 
 def _node_left(move: Move, event: ev.NodeLeft) -> None:
-    move.set(nodes={n: slots for n, slots in move.state.nodes.items() if n != event.node})
-    ranks = _ranks_on(move, event.node)
+    state, node = move.state, event.node
+    if node not in state.nodes or state.incarnations.get(node, 0) != event.incarnation:
+        return
+    move.set(
+        nodes={n: slots for n, slots in state.nodes.items() if n != node},
+        losses={**state.losses, node: state.losses.get(node, 0) + 1},
+    )
+    ranks = _ranks_on(move, node)
     roster = move.state.roster
     lost = move.workers(ranks & roster.alive)
     if move.state.phase is not Phase.CLOSED:
         move.faults(FaultKind.NODE_LOST, lost, move.state.committed_step, note=event.note)
+    if not event.certain and ranks & roster.inside:
+        config = state.config
+        move.set(
+            silent=state.silent | (ranks & roster.inside),
+            orphans_until_s=move.now_s + config.orphan_timeout_s + config.kill_timeout_s,
+        )
     move.set(roster=replace(roster, lost=roster.lost | ranks))
-    move.drop([*lost, *(w for w in move.state.extras if w.node == event.node)])
+    extras = [w for w in move.state.extras if w.node == node]
+    move.drop([*lost, *extras])
     if not lost:
         return
     if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
-        abort(move, f"node {event.node} is lost")
+        abort(move, f"node {node} is lost")
     elif move.state.phase is Phase.FORMING and not move.state.decorated:
         move.set(root_cause=root_cause(move.state.faults))
-        terminate_group(move, 15, f"node {event.node} is lost")
+        terminate_group(move, 15, f"node {node} is lost")
+
+
+def _rank_bit(move: Move, worker: Worker) -> Ranks:
+    """The rank it had, as a set: also of one whose node was lost."""
+    rank = move.state.plan.rank_of(worker) if move.state.plan else None
+    return 0 if rank is None else bit(rank)
 
 
 def _ranks_on(move: Move, node: str) -> Ranks:
@@ -140,6 +191,8 @@ def _health(move: Move, event: ev.HealthCheckFailed) -> None:
         return
     move.set(excluded=move.state.excluded | {event.slot})
     move.do(ev.ExcludeSlot(event.slot, event.note))
+    warm = [w for w, known in move.state.extras.items() if known.slot == event.slot]
+    move.kill(sorted(warm), "its slot is excluded")
     if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
         abort(move, f"slot {event.slot} excluded: {event.note}")
 
@@ -162,6 +215,7 @@ def _ready(move: Move, event: ev.WorkerReady) -> None:
 # What a member says of its generation, many may say alike: these take the ranks that say it.
 
 RanksHandler = Callable[[Move, Any, Ranks], None]
+Leaving = ev.WorkerInterrupted | ev.WorkerFailed | ev.WorkerFinished
 
 
 def _of_ranks(handler: RanksHandler) -> Handler:
@@ -172,6 +226,9 @@ def _of_ranks(handler: RanksHandler) -> Handler:
 
     def handle(move: Move, event: ev.MemberEvent | ev.WorkerFailed | ev.Alike) -> None:
         told = event.event if isinstance(event, ev.Alike) else event
+        if told.worker in move.state.extras:
+            _extra_left(move, told)
+            return
         plan = move.state.plan
         if plan is None or not move.current(told.generation):
             return
@@ -181,6 +238,20 @@ def _of_ranks(handler: RanksHandler) -> Handler:
             handler(move, told, bit(rank))
 
     return handle
+
+
+def _extra_left(move: Move, told: ev.MemberEvent | ev.WorkerFailed) -> None:
+    """One whose node was lost has come out of the generation that it was in."""
+    known = move.state.extras[told.worker]
+    if not isinstance(told, Leaving):
+        return
+    if known.status not in INSIDE or told.generation != known.generation:
+        return
+    move.know(persisted_step=told.persisted_step)
+    holdings = move.usable(told.holdings, told.generation)
+    move.change(told.worker, status=Status.READY, holdings=holdings)
+    if move.current(told.generation):
+        move.set(silent=move.state.silent & ~_rank_bit(move, told.worker))
 
 
 @_of_ranks
@@ -217,9 +288,6 @@ def _finished(move: Move, event: ev.WorkerFinished, ranks: Ranks) -> None:
     _leave(move, event, ranks, Status.FINISHED)
 
 
-Leaving = ev.WorkerInterrupted | ev.WorkerFailed | ev.WorkerFinished
-
-
 def _leave(move: Move, event: Leaving, ranks: Ranks, status: Status) -> Ranks:
     """Records that these ranks have left the current generation; gives those that were inside."""
     roster = move.state.roster
@@ -228,7 +296,7 @@ def _leave(move: Move, event: Leaving, ranks: Ranks, status: Status) -> Ranks:
         move.know(event.step, event.persisted_step)
         if ranks & roster.restored and _is_beyond_cut(move, event.step):
             _count_step(move, event.step)
-        move.put(ranks, status, event.holdings)
+        move.put(ranks, status, move.usable(event.holdings, event.generation))
     return ranks
 
 
@@ -292,12 +360,14 @@ def _lose_extra(move: Move, event: ev.WorkerExited, known: WorkerState) -> None:
     if known.slot is None:
         move.set(num_spare_deaths=move.state.num_spare_deaths + 1)
         if move.state.phase is Phase.RUNNING:
-            refill_spares(move)
+            staff(move)
     else:
         deaths = {**move.state.deaths, known.slot: move.state.deaths.get(known.slot, 0) + 1}
         move.set(deaths=deaths)
         if deaths[known.slot] >= move.state.config.max_deaths_per_slot:
             exclude(move, [known.slot])
+        if move.state.phase is Phase.RUNNING:
+            staff(move)
 
 
 def _exited_forming(move: Move, event: ev.WorkerExited) -> None:

@@ -357,8 +357,7 @@ def _take_over_if_due(turn: _Turn) -> None:
     backlog = [
         report.event
         for report in state.backlog
-        if report.node in state.nodes
-        and report.incarnation == state.nodes[report.node].incarnation
+        if report.node in state.nodes and report.incarnation == state.nodes[report.node].incarnation
     ]
     resumed = takeover.resume(
         state.config, state.published, inventories, backlog, state.ended, turn.now_s
@@ -403,9 +402,9 @@ def _local(turn: _Turn, event: Local) -> None:
 
 
 def _time_passed(turn: _Turn, event: TimePassed) -> None:
-    if turn.state.job is not None and turn.state.wake_s is not None:
-        if turn.now_s >= turn.state.wake_s:
-            turn.tell(ev.TimePassed())
+    wake_s = turn.state.wake_s
+    if turn.state.job is not None and wake_s is not None and turn.now_s >= wake_s:
+        turn.tell(ev.TimePassed())
 
 
 _HANDLERS: dict[type[Any], Callable[[_Turn, Any], None]] = {

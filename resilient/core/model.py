@@ -7,7 +7,7 @@ knows a clock, a socket or torch. Times are seconds of the caller's monotonic cl
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -52,6 +52,10 @@ class Status(Enum):
     JOINED = "joined"  # has the generation's groups, restores
     RESTORED = "restored"  # trains
     FINISHED = "finished"  # its function returned; waits, may be entered again
+
+
+INSIDE = (Status.ENTERED, Status.JOINED, Status.RESTORED)
+"""In a generation, and due to report when it ends."""
 
 
 class FaultKind(Enum):
@@ -165,6 +169,10 @@ class Plan:
             if self.members[rank].slot == slot:
                 return rank
         return None
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._by_node)
 
     def ranks_on(self, node: str) -> tuple[int, ...]:
         """The ranks on that node, ascending."""
@@ -345,6 +353,13 @@ class WorkerState:
     killed: bool = False
 
 
+def extra_of(report: WorkerReport, taken: Container[Slot | None] = ()) -> WorkerState:
+    """A worker without a rank, as its node tells of it; a spare, if its slot is taken."""
+    slot = None if report.slot in taken else report.slot
+    status = Status.READY if report.status is Status.FINISHED else report.status
+    return WorkerState(status, slot, report.generation, report.holdings)
+
+
 Group: TypeAlias = tuple[Ranks, tuple[Holding, ...]]
 """Ranks that hold the same."""
 
@@ -440,12 +455,21 @@ class State:
     Attributes:
         roster: the members of the plan.
         extras: the living workers without a rank: spares, and replacements on their way.
+        incarnations: of the nodes, by name; of those that have left, the last one.
+        losses: how often each node was lost, by name.
         next_number: for the next worker's name.
         plan: of the current generation; in FORMING the intended one of generation 0.
         stores: TCPStores opened for generations to come, by generation.
         decorated: some worker has reached `@resilient.train`.
         committed_step: newest step any worker is known to have committed.
         persisted_step: newest step known to be complete on disk.
+        cuts: (generation, step) that generations resumed from; what an older generation committed
+            beyond a later one's step was abandoned. Those that say nothing any more are left out.
+        began_s: when the current generation was published.
+        silent: ranks that were inside when their node's lease ended: they may still train.
+        orphans_until_s: when they do so no longer, whatever has become of them.
+        quorum_by_s: while there are too few nodes: when that ends the job.
+        last_call_over: at the start, nodes beyond the minimum have had their time to come.
         usual_step_s: measured pace, for bounds that scale with it; None before it is known.
         faults: of the current recovery, in the order they were seen.
         errors_seen: (step, error class, frame) of root causes that were raised, since that step.
@@ -460,6 +484,8 @@ class State:
     config: Config
     phase: Phase = Phase.FORMING
     nodes: Mapping[str, int] = field(default_factory=dict)  # node -> number of slots
+    incarnations: Mapping[str, int] = field(default_factory=dict)
+    losses: Mapping[str, int] = field(default_factory=dict)
     next_number: int = 0
     plan: Plan | None = None
     roster: Roster = Roster()
@@ -469,7 +495,13 @@ class State:
     decorated: bool = False
     committed_step: int = 0
     persisted_step: int | None = None
+    cuts: tuple[tuple[int, int], ...] = ()
     usual_step_s: float | None = None
+    began_s: float = 0.0
+    silent: Ranks = field(default=0, repr=False)
+    orphans_until_s: float | None = None
+    quorum_by_s: float | None = None
+    last_call_over: bool = False
     stepped: bool = False  # the current generation has committed a step
     faults: tuple[Fault, ...] = ()
     root_cause: Fault | None = None  # of the newest recovery, or of the end
@@ -486,6 +518,14 @@ class State:
     extended: bool = False
     deadline_s: float | None = None
     finished: bool = False
+
+    def is_continued(self, holding: Holding) -> bool:
+        """Whether the state of that copy is one that the current generation's comes from."""
+        return all(
+            holding.step <= step
+            for generation, step in self.cuts
+            if generation > holding.generation
+        )
 
     def member_state(self, rank: int) -> WorkerState | None:
         """What is known of the member with that rank; None: its process is gone."""

@@ -93,12 +93,14 @@ class Move:
     # ---------------------------------------------------------------- workers, by name
 
     def member(self, worker: Worker) -> Member | None:
-        plan = self.state.plan
-        rank = plan.rank_of(worker) if plan else None
+        plan, rank = self.state.plan, self.rank(worker)
         return None if plan is None or rank is None else plan.members[rank]
 
     def rank(self, worker: Worker) -> int | None:
-        return self.state.plan.rank_of(worker) if self.state.plan else None
+        """Its rank in the plan. One whose node was lost and came back has none any more."""
+        if self.state.plan is None or worker in self.state.extras:
+            return None
+        return self.state.plan.rank_of(worker)
 
     def worker(self, worker: Worker) -> WorkerState | None:
         """What is known of it; None: its process is gone, or never was."""
@@ -191,6 +193,11 @@ class Move:
         )
 
     # ---------------------------------------------------------------- faults and knowledge
+
+    def usable(self, holdings: Iterable[Holding], generation: int) -> tuple[Holding, ...]:
+        """Of what a worker reported of a generation: what the job still comes from."""
+        named = (holding.of(generation) for holding in holdings)
+        return tuple(holding for holding in named if self.state.is_continued(holding))
 
     def know(self, committed_step: int = 0, persisted_step: int | None = None) -> None:
         known = self.state.persisted_step

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from resilient.core import changes as ch
 from resilient.core import events as ev
-from resilient.core.model import Outcome, Plan, Status, Worker, WorkerReport
+from resilient.core.model import INSIDE, Outcome, Plan, Status, Worker, WorkerReport
 from resilient.errors import ConfigError
 
 _ADVICE = (ev.PaceMeasured, ev.WorkerSlow, ev.TimePassed)
@@ -39,8 +39,6 @@ _FAULTS = (ev.WorkerExited, ev.WorkerFailed, ev.WorkersHung)
 
 _OF_THE_NODE = (ev.DrainRequested, ev.HealthCheckFailed)
 """What a new incarnation has to tell again; all else is in its inventory."""
-
-_INSIDE = (Status.ENTERED, Status.JOINED, Status.RESTORED)
 
 
 @dataclass(frozen=True)
@@ -567,7 +565,7 @@ def _members(state: NodeState) -> list[Worker]:
 
 
 def _inside(state: NodeState) -> list[Worker]:
-    return [w for w, known in sorted(state.workers.items()) if known.status in _INSIDE]
+    return [w for w, known in sorted(state.workers.items()) if known.status in INSIDE]
 
 
 def _generation_inside(state: NodeState) -> int | None:

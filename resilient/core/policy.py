@@ -7,9 +7,11 @@ like a cause.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from resilient.core.capacity import num_nodes_left, standby_nodes
 from resilient.core.model import (
     Fault,
     FaultKind,
@@ -121,11 +123,13 @@ def count_deaths(state: State, faults: Sequence[Fault]) -> tuple[State, tuple[Sl
 
 
 def _slot_of(state: State, worker: Worker) -> Slot | None:
+    known = state.extras.get(worker)
+    if known is not None:
+        return known.slot
     rank = state.plan.rank_of(worker) if state.plan is not None else None
     if state.plan is not None and rank is not None:
         return state.plan.members[rank].slot
-    known = state.extras.get(worker)
-    return known.slot if known else None
+    return None
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,10 @@ class Membership:
         to_start: of their slots, those for which not even a starting worker is there; ascending.
         dropped: ranks whose slot the world loses.
         moves: new rank -> last rank, of those that fill a hole; empty while any is waited for.
+        slots: by rank, the slots of nodes that come in; they take the ranks of dropped slots, then
+            ranks beyond the last plan's. Their workers are among the substitutes.
+        num_nodes: that have a rank.
+        coming: (nodes, slots) that stand by and could come in, were they ready.
     """
 
     filled: Ranks = field(repr=False)
@@ -147,6 +155,9 @@ class Membership:
     to_start: tuple[Slot, ...]
     dropped: Ranks = field(repr=False)
     moves: Mapping[int, int]
+    slots: Mapping[int, Slot] = field(default_factory=dict)
+    num_nodes: int = 1
+    coming: tuple[int, int] = (0, 0)
 
     @property
     def world_size(self) -> int:
@@ -158,8 +169,9 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     """Fills the slots of the last plan with living workers.
 
     A survivor keeps its slot and, unless the world shrinks below it, its rank. A dead one's slot
-    and rank go to a ready spare of the same node, else to a worker that is starting. When the world
-    shrinks, the highest ranks fill the holes.
+    and rank go to a ready spare of the same node, else to a worker that is starting. Up to the
+    largest number of nodes, those that stand by ready come in: first in place of lost ones. When
+    the world shrinks, the highest ranks fill the holes.
 
     Args:
         give_up_waiting: drop the slots that have no ready worker (the rendezvous timed out).
@@ -192,8 +204,28 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     waiting |= from_ranks(late)
     if give_up_waiting:
         dropped, waiting, to_start = dropped | waiting, 0, []
-    moves = {} if waiting else _dense(filled)
-    return Membership(filled, substitutes, waiting, tuple(sorted(to_start)), dropped, moves)
+    num_nodes = num_nodes_left(state, dropped)
+    room = state.config.max_nodes - num_nodes if state.config.replace else 0
+    standby = standby_nodes(state) if room > 0 else []
+    ready = [one for one in standby if one.ready][:room]
+    late_nodes = [one for one in standby if not one.ready][: room - len(ready)]
+    places = itertools.chain(iterate(dropped), itertools.count(plan.world_size))
+    new_slots: dict[int, Slot] = {}
+    pairs = (pair for one in ready for pair in one.ready)
+    for rank, (slot, worker) in zip(places, pairs, strict=False):
+        new_slots[rank], substitutes[rank] = slot, worker
+    filled |= from_ranks(new_slots)
+    return Membership(
+        filled,
+        substitutes,
+        waiting,
+        tuple(sorted(to_start)),
+        dropped & ~filled,
+        {} if waiting else _dense(filled),
+        new_slots,
+        num_nodes + len(ready),
+        (len(late_nodes), sum(one.num_slots for one in late_nodes)),
+    )
 
 
 def _extra_on(state: State, nodes: set[str]) -> dict[Worker, WorkerState]:
@@ -232,11 +264,14 @@ def members_of(state: State, chosen: Membership) -> tuple[Member, ...]:
     """The members of the next plan, once nobody is waited for; who stays, stays the same object."""
     assert state.plan is not None and not chosen.waiting
     last = state.plan.members
-    members = list(last[: chosen.world_size])
+    size = chosen.world_size
+    members = list(last[:size])
+    members += last[:1] * (size - len(members))  # each of these places is filled below
     for new, old in (*((rank, rank) for rank in chosen.substitutes), *chosen.moves.items()):
-        if new < len(members):
-            worker = chosen.substitutes.get(old, last[old].worker)
-            members[new] = Member(new, last[old].slot, worker)
+        if new < size:
+            slot = chosen.slots[old] if old in chosen.slots else last[old].slot
+            worker = chosen.substitutes[old] if old in chosen.substitutes else last[old].worker
+            members[new] = Member(new, slot, worker)
     return tuple(members)
 
 

@@ -9,7 +9,7 @@ recovery again, which is harmless: aborting what has been aborted changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,16 +19,20 @@ from resilient.core.model import (
     Config,
     Outcome,
     Phase,
-    Slot,
+    Plan,
+    Roster,
     State,
     Status,
     Worker,
     WorkerReport,
     WorkerState,
+    extra_of,
 )
+from resilient.core.move import Move
+from resilient.core.ranks import from_ranks
+from resilient.core.transitions import SIGKILL_STATUS, close
 
 _LEAVING = (ev.WorkerInterrupted, ev.WorkerFailed, ev.WorkerFinished)
-_OUTSIDE = (Status.READY, Status.FINISHED)
 
 
 class Resumed(NamedTuple):
@@ -47,16 +51,22 @@ class Resumed(NamedTuple):
 
 
 def archive(state: State) -> State:
-    """What is published with a plan: the state without what the nodes tell anew."""
+    """What is published with a plan: the state without what the nodes tell anew, and without
+    times, which are of this leader's own clock."""
     return replace(
         state,
-        workers={},
         plan=None,
+        roster=Roster(),
+        extras={},
         stores={},
         faults=(),
         root_cause=None,
         deadline_s=None,
         drain_by_s=None,
+        began_s=0.0,
+        silent=0,
+        quorum_by_s=None,
+        orphans_until_s=None,
     )
 
 
@@ -77,37 +87,76 @@ def resume(
         ended: the outcome that an older leader has told the workers of: it stands.
     """
     state = State(config)
+    plan = None
     if published is not None:
-        state = replace(published.archive or state, config=config, plan=published.plan)
-    plan = state.plan
-    nodes = {joined.node: joined for joined in inventories}
-    same = {
-        node
-        for node, joined in nodes.items()
-        if plan is None or state.incarnations.get(node) == joined.incarnation
+        plan = published.plan
+        state = replace(published.archive or state, config=config, plan=plan, began_s=now_s)
+    here = {joined.node: joined for joined in inventories}
+    same = {n for n, joined in here.items() if state.incarnations.get(n) == joined.incarnation}
+    reports = {report.worker: report for node in same for report in here[node].workers}
+    numbers = [report.worker.number for joined in inventories for report in joined.workers]
+    state = replace(state, next_number=max([state.next_number - 1, *numbers], default=-1) + 1)
+    if plan is not None:
+        leaving = {event.worker for event in backlog if isinstance(event, _LEAVING)}
+        roster = _roster(plan, reports, leaving)
+        forming = bool(roster.entered | roster.joined)
+        state = replace(
+            state,
+            phase=Phase.RESTORING if forming else Phase.RUNNING,
+            roster=roster,
+            extras=_extras(plan, state.nodes, reports),
+        )
+    came = [here[node] for node in sorted(here) if node not in same]
+    left = [
+        ev.NodeLeft(node, "gone before this leader came", state.incarnations.get(node, 0), False)
+        for node in sorted(state.nodes)
+        if node not in same
+    ]
+    told = {event.worker for event in backlog if isinstance(event, ev.WorkerExited)}
+    lost = [
+        ev.WorkerExited(member.worker, SIGKILL_STATUS, note="gone before this leader came")
+        for member in (plan.members if plan is not None else ())
+        if member.slot.node in same and member.worker not in reports | dict.fromkeys(told)
+    ]
+    move = Move(state, now_s)
+    if ended is not None:
+        close(move, *ended)
+    elif plan is not None:
+        move.do(ev.OpenStore(plan.generation + 1))
+    return Resumed(move.state, tuple(move.effects), (*left, *came, *backlog, *lost))
+
+
+def _roster(
+    plan: Plan, reports: Mapping[Worker, WorkerReport], leaving: Iterable[Worker]
+) -> Roster:
+    """What the members do. One that has left its generation is still inside here: how it left is
+    in the backlog, and is judged as if it came now. So is one whose process is gone."""
+    gone = set(leaving)
+    ranks: dict[Status, list[int]] = {Status.ENTERED: [], Status.JOINED: [], Status.RESTORED: []}
+    for member in plan.members:
+        report = reports.get(member.worker)
+        if report is None or member.worker in gone:
+            status = Status.RESTORED
+        elif report.status in ranks and report.generation == plan.generation:
+            status = report.status
+        else:  # not told to enter yet, for want of a lease
+            status = Status.ENTERED
+        ranks[status].append(member.rank)
+    return Roster(
+        entered=from_ranks(ranks[Status.ENTERED]),
+        joined=from_ranks(ranks[Status.JOINED]),
+        restored=from_ranks(ranks[Status.RESTORED]),
+    )
+
+
+def _extras(
+    plan: Plan, nodes: Mapping[str, int], reports: Mapping[Worker, WorkerReport]
+) -> dict[Worker, WorkerState]:
+    """Those without a rank. Where its slot has another worker, it is a spare."""
+    members = {member.worker for member in plan.members}
+    taken = {member.slot for member in plan.members}
+    return {
+        worker: extra_of(report, taken)
+        for worker, report in sorted(reports.items())
+        if worker not in members
     }
-    leaving = {event.worker for event in backlog if isinstance(event, _LEAVING)}
-    workers: dict[Worker, WorkerState] = {}
-    reports = {
-        report.worker: report for node in sorted(same) for report in nodes[node].workers
-    }
-    for member in plan.members if plan is not None else ():
-        report = reports.pop(member.worker, None)
-        workers[member.worker] = _member(state, member.slot, report, member.worker in leaving)
-    taken = {member.slot for member in plan.members} if plan is not None else set()
-    for worker, report in sorted(reports.items()):
-        workers[worker] = _extra(report, taken)
-    return Resumed(state, (), tuple(backlog))
-
-
-def _member(
-    state: State, slot: Slot, report: WorkerReport | None, leaving: bool
-) -> WorkerState:
-    raise NotImplementedError
-
-
-def _extra(report: WorkerReport, taken: set[Slot]) -> WorkerState:
-    raise NotImplementedError
-
-
-_ = (Phase, _OUTSIDE)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from resilient.core import events as ev
+from resilient.core.capacity import growth_due_s, slots_of
 from resilient.core.cut import newest_cut
 from resilient.core.model import (
     Cut,
@@ -27,11 +28,19 @@ from resilient.core.model import (
     Worker,
 )
 from resilient.core.move import Move
-from resilient.core.policy import choose_members, count_deaths, held_by, judge, members_of
+from resilient.core.policy import (
+    Membership,
+    choose_members,
+    count_deaths,
+    held_by,
+    judge,
+    members_of,
+)
 from resilient.core.ranks import Ranks, from_ranks, full, iterate
 from resilient.core.ranks import count as count_ranks
 
 MAX_SPARE_DEATHS = 3
+MAX_CUTS = 1000
 SIGKILL_STATUS = -9
 
 
@@ -68,13 +77,23 @@ def exclude(move: Move, slots: Iterable[Slot]) -> None:
         move.do(ev.ExcludeSlot(slot, f"{died} deaths without a committed step"))
 
 
-def refill_spares(move: Move) -> None:
-    if move.state.num_spare_deaths >= MAX_SPARE_DEATHS or not move.state.config.replace:
+def staff(move: Move) -> None:
+    """Spares where there are ranks; where there are none, a worker for each slot, to stand by."""
+    state = move.state
+    if not state.config.replace or not state.decorated or state.plan is None:
         return
-    have = Counter(w.node for w, known in move.state.extras.items() if not known.killed)
-    for node in sorted(move.state.nodes):
-        for _ in range(move.state.config.num_spares - have[node]):
-            move.launch(None, node)
+    living = [(w, known) for w, known in state.extras.items() if not known.killed]
+    have = Counter(worker.node for worker, _ in living)
+    taken = {known.slot for _, known in living}
+    spares = 0 if state.num_spare_deaths >= MAX_SPARE_DEATHS else state.config.num_spares
+    for node in sorted(state.nodes):
+        if state.plan.ranks_on(node):
+            for _ in range(spares - have[node]):
+                move.launch(None, node)
+        else:
+            for slot in slots_of(state, node):
+                if slot not in taken:
+                    move.launch(slot, node)
 
 
 def advance(move: Move) -> None:
@@ -89,11 +108,12 @@ def advance(move: Move) -> None:
 def _advance_forming(move: Move) -> None:
     state = move.state
     if state.plan is None:
-        store = state.stores.get(state.num_restarts)
-        if store is not None and state.nodes:
-            _form(move, store)
+        if _wait_for_first_nodes(move):
+            store = state.stores.get(state.num_restarts)
+            if store is not None:
+                _form(move, store)
     elif state.decorated:
-        if move.expired:
+        if move.expired and state.quorum_by_s is None:
             extras = move.state.extras
             late = [w for w in move.living(Status.STARTING) if w not in extras or extras[w].slot]
             kill_late(move, late, "not at the decorator in time")
@@ -101,6 +121,41 @@ def _advance_forming(move: Move) -> None:
         _try_plan(move)
     elif not state.roster.alive:
         close(move, Outcome.DONE, "every process of the script has ended with exit code 0")
+
+
+def _wait_for_first_nodes(move: Move) -> bool:
+    """Whether the first world is formed of the nodes that are there now."""
+    state, config = move.state, move.state.config
+    if len(state.nodes) < config.min_nodes:
+        move.set(last_call_over=False)
+        _wait_for_nodes(move, f"{len(state.nodes)} of at least {config.min_nodes} nodes are there")
+        return False
+    if len(state.nodes) >= config.max_nodes or state.last_call_over:
+        move.set(deadline_s=None, quorum_by_s=None)
+        return True
+    if state.quorum_by_s is not None or state.deadline_s is None:
+        move.set(quorum_by_s=None)
+        move.enter(Phase.FORMING, config.last_call_s)
+    elif move.expired:
+        move.set(last_call_over=True, deadline_s=None)
+        return True
+    return False
+
+
+def _wait_for_nodes(move: Move, why: str) -> None:
+    """There are fewer nodes or ranks than the minimum: state is kept until more come, or for long
+    enough."""
+    config = move.state.config
+    by_s = move.state.quorum_by_s
+    if config.max_nodes > 1 and by_s is None:
+        staff(move)
+        by_s = move.now_s + config.quorum_timeout_s
+        move.set(quorum_by_s=by_s)
+        move.why(f"{why}: waiting for others")
+    if by_s is None or move.now_s >= by_s:
+        end(move, Outcome.UNRECOVERABLE, why)
+    else:
+        move.set(deadline_s=by_s)
 
 
 def kill_late(move: Move, workers: Iterable[Worker], reason: str) -> None:
@@ -114,26 +169,34 @@ def kill_late(move: Move, workers: Iterable[Worker], reason: str) -> None:
 
 def _form(move: Move, store: tuple[str, int]) -> None:
     """The first plan: a worker in every slot, ranks in the order of nodes and slots."""
-    slots = [
-        slot
-        for node, num_slots in sorted(move.state.nodes.items())
-        for slot in (Slot(node, local_rank) for local_rank in range(num_slots))
-        if slot not in move.state.excluded
-    ]
+    nodes = sorted(move.state.nodes)[: move.state.config.max_nodes]
+    slots = [slot for node in nodes for slot in slots_of(move.state, node)]
     if len(slots) < move.state.config.min_world_size:
         close(move, Outcome.UNRECOVERABLE, f"{len(slots)} slots are left")
         return
     first = move.state.next_number
+    there = {known.slot: w for w, known in sorted(move.state.extras.items()) if not known.killed}
     members = tuple(
-        Member(rank, slot, Worker(slot.node, first + rank)) for rank, slot in enumerate(slots)
+        Member(rank, slot, there.get(slot) or Worker(slot.node, first + rank))
+        for rank, slot in enumerate(slots)
     )
     generation = move.state.num_restarts
     plan = Plan(generation, members, store, Cut(CutKind.INITIAL, 0))
-    roster = Roster(starting=full(len(members)))
-    move.set(plan=plan, roster=roster, next_number=first + len(members))
+    statuses: dict[Status, list[int]] = {Status.STARTING: [], Status.READY: []}
     for member in members:
+        known = move.state.extras.get(member.worker)
+        statuses[known.status if known else Status.STARTING].append(member.rank)
+    roster = Roster(
+        starting=from_ranks(statuses[Status.STARTING]), ready=from_ranks(statuses[Status.READY])
+    )
+    extras = {w: k for w, k in move.state.extras.items() if plan.rank_of(w) is None}
+    new = [member for member in members if member.worker not in move.state.extras]
+    move.set(plan=plan, roster=roster, extras=extras, next_number=first + len(members))
+    for member in new:
         move.do(ev.StartWorker(member.worker, member.slot, plan, generation))
-    move.why(f"starting {len(members)} workers")
+    move.why(f"starting {len(new)} workers")
+    if move.state.decorated:
+        move.enter(Phase.FORMING, move.state.config.start_timeout_s)
 
 
 def _advance_stopping(move: Move) -> None:
@@ -234,21 +297,16 @@ def _advance_collecting(move: Move) -> None:
 
 def _try_plan(move: Move) -> None:
     """Publishes the next plan when every slot has a ready worker, or the wait for it is over."""
-    if move.expired:  # whoever was late once already is stuck, and would be waited for each time
+    late = move.expired and move.state.quorum_by_s is None
+    if late:  # whoever was late once already is stuck, and would be waited for each time
         extras = move.state.extras.items()
-        late = [w for w, known in extras if known.status is Status.STARTING and known.slot is None]
-        move.kill(sorted(late), "not at the decorator in time")
-    state = move.state
-    assert state.plan is not None
-    chosen = choose_members(state, give_up_waiting=move.expired)
-    if chosen.world_size < state.config.min_world_size or chosen.world_size == 0:
-        least = state.config.min_world_size
-        end(
-            move,
-            Outcome.UNRECOVERABLE,
-            f"{chosen.world_size} ranks can go on, fewer than the minimum of {least}",
-        )
+        stuck = [w for w, known in extras if known.status is Status.STARTING and known.slot is None]
+        move.kill(sorted(stuck), "not at the decorator in time")
+    chosen = choose_members(move.state, give_up_waiting=late)
+    if not _is_quorum(move, chosen, late):
         return
+    state, last = move.state, move.state.plan
+    assert last is not None
     cut = newest_cut(
         held_by(state, chosen),
         committed_step=state.committed_step,
@@ -270,17 +328,72 @@ def _try_plan(move: Move) -> None:
         if chosen.to_start:
             move.why(f"starting workers for {len(chosen.to_start)} slots")
         return
+    if _may_train_elsewhere(move):
+        return
     forming = state.phase is Phase.FORMING
-    generation = state.plan.generation + (0 if forming else 1)
+    generation = last.generation + (0 if forming else 1)
     store = state.stores.get(generation)
     if store is None:
-        if move.expired:
+        if late:
             end(move, Outcome.UNRECOVERABLE, "no store could be opened for the next generation")
         return
     assert cut is not None  # nothing is waited for
     members = members_of(state, chosen)
-    first_world_size = state.plan.first_world_size or len(members)
+    first_world_size = last.first_world_size or len(members)
     _publish(move, Plan(generation, members, store, cut, first_world_size))
+
+
+def _is_quorum(move: Move, chosen: Membership, late: bool) -> bool:
+    """Whether enough nodes and ranks are there, or on their way; else the job waits, or ends."""
+    state, config = move.state, move.state.config
+    num_nodes, size = chosen.num_nodes, chosen.world_size
+    least = max(config.min_world_size, 1)
+    if size >= least and num_nodes >= config.min_nodes:
+        if state.quorum_by_s is not None:
+            _wait_for_workers(move)
+        return True
+    more_nodes, more_slots = chosen.coming
+    if size + more_slots >= least and num_nodes + more_nodes >= config.min_nodes:
+        if late:  # those that were to come in are stuck, and count as dead
+            starting = state.extras.items()
+            slow = [w for w, k in starting if k.status is Status.STARTING and k.slot is not None]
+            kill_late(move, sorted(slow), "not at the decorator in time")
+        if late or state.quorum_by_s is not None:
+            _wait_for_workers(move)
+        staff(move)
+        return False
+    few = f"{size} ranks can go on, fewer than the minimum of {config.min_world_size}"
+    if size >= least:
+        few = f"{num_nodes} nodes can go on, fewer than the minimum of {config.min_nodes}"
+    _wait_for_nodes(move, few)
+    return False
+
+
+def _wait_for_workers(move: Move) -> None:
+    """Enough nodes are there (again): the phase's own bound counts."""
+    move.set(quorum_by_s=None)
+    config, forming = move.state.config, move.state.phase is Phase.FORMING
+    bound_s = config.start_timeout_s if forming else config.rendezvous_timeout_s
+    move.enter(move.state.phase, bound_s)
+
+
+def _may_train_elsewhere(move: Move) -> bool:
+    """Whether all ranks of the last generation may still be in it, cut off from here together.
+
+    One that is known to be out of it is enough: no step is complete without it. A generation on a
+    single node has stopped by itself before its lease ended.
+    """
+    state = move.state
+    assert state.plan is not None
+    if full(state.plan.world_size) & ~state.silent or state.plan.num_nodes == 1:
+        return False
+    until_s = state.orphans_until_s
+    if until_s is None or move.now_s >= until_s:
+        return False
+    if state.deadline_s != until_s:
+        move.set(deadline_s=until_s)
+        move.why("nobody of the last generation can be asked: waiting until it has stopped")
+    return True
 
 
 def _publish(move: Move, plan: Plan) -> None:
@@ -291,15 +404,27 @@ def _publish(move: Move, plan: Plan) -> None:
     for worker in with_slot:
         if move.state.extras[worker].slot in move.state.excluded:
             move.kill([worker], "its slot is excluded")
-        else:
+        elif plan.ranks_on(worker.node):
             move.change(worker, slot=None)
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
-    move.set(stores=stores, stepped=False, faults=())
+    move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
+    move.set(silent=0, orphans_until_s=None, quorum_by_s=None)
+    _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)
     move.do(ev.PublishPlan(plan), ev.StartGeneration(plan), ev.OpenStore(plan.generation + 1))
     move.enter(Phase.RESTORING)
     move.why(f"generation {plan.generation}: {plan.world_size} ranks from step {plan.cut.step}")
+
+
+def _continue_from(move: Move, plan: Plan) -> None:
+    """What was committed beyond the cut, and is not part of it, is of no use from here on."""
+    step = plan.cut.step
+    kept = tuple(cut for cut in move.state.cuts if cut[1] < step)[-MAX_CUTS:]
+    move.set(cuts=(*kept, (plan.generation, step)))
+    held = [(w, known) for w, known in move.state.extras.items() if known.holdings]
+    for worker, known in held:
+        move.change(worker, holdings=move.usable(known.holdings, known.generation))
 
 
 def _hand_over(move: Move, plan: Plan) -> None:
@@ -324,7 +449,7 @@ def _advance_restoring(move: Move) -> None:
     if not roster.entered | roster.joined:
         move.enter(Phase.RUNNING)
         move.set(num_spare_deaths=0)
-        refill_spares(move)
+        staff(move)
         move.why("every rank is restored")
 
 
@@ -332,6 +457,12 @@ def _advance_running(move: Move) -> None:
     assert move.state.plan is not None
     if count_ranks(move.state.roster.finished) == move.state.plan.world_size:
         close(move, Outcome.DONE, "every rank has finished")
+        return
+    due_s = growth_due_s(move.state)
+    if due_s is not None and move.now_s >= due_s:
+        abort(move, "taking in nodes that stand by")
+    elif due_s != move.state.deadline_s:
+        move.set(deadline_s=due_s)
 
 
 # ---------------------------------------------------------------- the end
