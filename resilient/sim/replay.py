@@ -143,6 +143,11 @@ def brief(value: object) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return _named(type(value).__name__, fields)
+    if isinstance(value, Mapping) and {"generation", "members", "cut"} <= value.keys():
+        try:
+            return _plan(value)
+        except (KeyError, TypeError):
+            pass  # a journal may say anything; then it is shown as it is
     if isinstance(value, Mapping):
         fields = {str(key): item for key, item in value.items() if key != "type"}
         return _named(str(value.get("type", "")), fields)
@@ -165,3 +170,12 @@ def _named(name: str, fields: Mapping[str, object]) -> str:
         f"{key}={brief(item)}" for key, item in fields.items() if item not in (None, "", (), [])
     ]
     return f"{name}({', '.join(told)})"
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    """`1[0=a/0 1=a/3] memory 5 from [0]`: generation, who has which rank, and the cut."""
+    members, cut = plan["members"], plan["cut"]
+    ranks = [f"{member['rank']}={brief(member['worker'])}" for member in members[:MAX_ITEMS]]
+    ranks += [f"... {len(members) - MAX_ITEMS} more"] * (len(members) > MAX_ITEMS)
+    holders = f" from {brief(cut['holders'])}" if cut["holders"] else ""
+    return f"{plan['generation']}[{' '.join(ranks)}] {cut['kind']} {cut['step']}{holders}"

@@ -3,7 +3,9 @@ on its seed alone."""
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ import pytest
 
 from resilient.cli import main
 from resilient.core.model import Outcome
-from resilient.sim import cli
+from resilient.sim import cli, faults
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,3 +162,30 @@ def test_a_trace_depends_on_its_seed_alone() -> None:
     first = hashes("1")
     assert len({line.split()[1] for line in first}) == 10, f"ten seeds, ten traces: {first}"
     assert hashes("2") == first
+
+
+# ---------------------------------------------------------------- the page about it
+
+
+def names_of_checkers() -> set[str]:
+    """Every name that is given to `ensure(holds, NAME, ...)`, `fail(NAME, ...)` or a violation."""
+    places = {"ensure": 1, "fail": 0, "Violation": 0, "CheckFailed": 0}
+    found = set()
+    for path in sorted((ROOT / "resilient" / "sim").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in places and len(node.args) > places[name]:
+                argument = node.args[places[name]]
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    found.add(argument.value)
+    return found
+
+
+def test_every_fault_and_every_promise_is_explained() -> None:
+    told = set(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "simulator.md").read_text()))
+    kinds = {*faults.KINDS, *faults.ENDING_KINDS, *faults.PHASES}
+    checkers = names_of_checkers()
+    assert {"liveness", "exception", "ranks"} <= checkers, "the names are where they were"
+    assert sorted((kinds | checkers) - told) == [], "not in docs/simulator.md"

@@ -260,3 +260,13 @@ def test_values_are_shown_in_one_short_line() -> None:
     assert brief(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, ... 12 more]"
     assert brief("one\n two") == "one two"
     assert len(brief("x" * 1000)) < 80
+
+
+def test_a_plan_is_shown_with_its_ranks_and_its_cut() -> None:
+    members = [{"rank": rank, "slot": ["a", rank], "worker": ["a", rank]} for rank in range(3)]
+    cut = {"kind": "memory", "step": 5, "holders": [0, 2]}
+    plan = {"generation": 4, "members": members, "store": ["a", 1], "cut": cut}
+    shown = brief({"type": "PublishPlan", "plan": plan})
+    assert shown == "PublishPlan(plan=4[0=a/0 1=a/1 2=a/2] memory 5 from [0, 2])"
+    many = brief({**plan, "members": members * 100, "cut": {**cut, "holders": []}})
+    assert many.endswith("... 292 more] memory 5")
