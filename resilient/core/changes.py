@@ -67,12 +67,16 @@ class Published:
 class Ordered:
     """The leader's effects for the agents, each of which carries out those of its own workers.
 
-    number: counts up within the term. An order has an effect once: (term, number) only grows.
+    Attributes:
+        number: counts up within the term. An order has an effect once: (term, number) only grows.
+        incarnations: of the nodes that it concerns. An agent that came back under the same name
+            reads orders to its former life, and they are none of its.
     """
 
     term: int
     number: int
     effects: tuple[Effect, ...]
+    incarnations: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

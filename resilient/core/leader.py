@@ -247,8 +247,11 @@ class _Turn:
         for first in range(0, len(effects), MAX_EFFECTS_PER_ORDER):
             number = self.state.num_orders + 1
             some = tuple(effects[first : first + MAX_EFFECTS_PER_ORDER])
+            known = self.state.nodes
+            concerned = sorted({node for effect in some for node in _nodes_of(effect)} & set(known))
+            incarnations = {node: known[node].incarnation for node in concerned}
             self.set(num_orders=number)
-            self.write(ch.Ordered(self.state.term, number, some))
+            self.write(ch.Ordered(self.state.term, number, some, incarnations))
 
     def write(self, record: Record) -> None:
         self.set(queue=(*self.state.queue, record))
@@ -283,6 +286,16 @@ def _node_gone(turn: _Turn, change: ch.NodeGone) -> None:
     turn.set(nodes={n: k for n, k in turn.state.nodes.items() if n != change.node})
     if turn.state.job is not None and known.joined is not None:
         turn.tell(_left(change.node, change.incarnation, change.certain))
+
+
+def _nodes_of(effect: ev.Effect) -> set[str]:
+    """The nodes whose workers the effect is about."""
+    match effect:
+        case ev.StartWorker() | ev.KillWorker() | ev.TerminateWorker() | ev.Persist():
+            return {effect.worker.node}
+        case ev.AbortGeneration() | ev.DumpStacks() | ev.Close() | ev.Stop():
+            return {worker.node for worker in effect.workers}
+    return set()
 
 
 def _left(node: str, incarnation: int, certain: bool) -> ev.NodeLeft:

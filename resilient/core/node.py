@@ -77,14 +77,12 @@ class Report:
     """One event for the coordinator, in the outbox.
 
     Attributes:
-        number: counts up; a leader takes each number of an incarnation once.
-        sent_s: when it was last handed to the rendezvous; None: it has to be.
+        number: counts up; a leader takes each number of an incarnation once, and in order.
         stored: the rendezvous has it.
     """
 
     number: int
     event: ev.Event
-    sent_s: float | None = None
     stored: bool = False
 
 
@@ -103,6 +101,7 @@ class NodeState:
         entered: generation that this node's members were last told to enter.
         aborted: newest generation that an order has aborted.
         outbox: what no plan has answered yet, in order.
+        sent_s: when reports were handed to the rendezvous whose answer is not there yet.
         fenced: it has left its generation by itself and waits, state kept, for a new lease.
         kill_s: when those who have not left the fenced generation are killed.
         workers: this node's own, living.
@@ -120,6 +119,7 @@ class NodeState:
     entered: int = -1
     aborted: int = -1
     outbox: tuple[Report, ...] = ()
+    sent_s: float | None = None
     next_number: int = 1
     fenced: bool = False
     kill_s: float | None = None
@@ -171,7 +171,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Stored:
-    """The rendezvous has the report."""
+    """The rendezvous has the reports up to that number."""
 
     number: int
 
@@ -196,14 +196,25 @@ class Register:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Stand for election, unless it already does, and say Elected once it is won."""
+    """Stand for election, unless it already does, and say Elected once it is won. Should the
+    rendezvous hold this node for the leader already, a new term begins."""
 
 
 @dataclass(frozen=True)
-class SendReport:
-    """Hand it to the rendezvous and say Stored. number 0: advice, not repeated."""
+class SendReports:
+    """Hand them to the rendezvous in one transaction, and say Stored with the last number.
 
-    number: int
+    There is one such request at a time, and a repetition has all of it and more: else a report
+    could overtake one before it, and a leader that takes them in order would never see that one.
+    """
+
+    reports: tuple[tuple[int, ev.Event], ...]
+
+
+@dataclass(frozen=True)
+class Advise:
+    """Pass it to the leader; nothing is lost if it does not arrive."""
+
     event: ev.Event
 
 
@@ -223,7 +234,8 @@ class Lead:
 
 @dataclass(frozen=True)
 class StepDown:
-    """Stop leading: somebody else does, or nobody."""
+    """Stop leading, and give the leadership back if the rendezvous has not taken it already: a
+    term is led once, from its beginning."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +271,8 @@ class End:
 NodeEffect = (
     Register
     | Campaign
-    | SendReport
+    | SendReports
+    | Advise
     | Forget
     | Lead
     | StepDown
@@ -324,9 +337,10 @@ def _registered(state: NodeState, event: Registered, now_s: float) -> _Result:
         lease_ends_s=event.ends_s,
         lost_lease=False,
         fenced=False,
+        sent_s=None,
         # What the last incarnation reported went with its lease; the inventory says it anew.
         outbox=tuple(
-            replace(r, sent_s=None, stored=False)
+            replace(r, stored=False)
             for r in state.outbox
             if not again or isinstance(r.event, _OF_THE_NODE)
         ),
@@ -433,6 +447,8 @@ def _enter_if_due(state: NodeState, now_s: float) -> _Result:
 def _ordered(state: NodeState, change: ch.Ordered, now_s: float) -> _Result:
     if change.term < state.leader_term or (change.term, change.number) <= state.last_order:
         return state, [], ""
+    if change.incarnations.get(state.config.node) != state.incarnation:
+        return state, [], "none of this node's"
     state = replace(state, last_order=(change.term, change.number))
     effects: list[NodeEffect] = []
     for effect in change.effects:
@@ -497,7 +513,7 @@ _CHANGES: dict[type[Any], Callable[[NodeState, Any, float], _Result]] = {
 def _seen(state: NodeState, event: Seen, now_s: float) -> _Result:
     state = replace(state, workers=_note(state.workers, event.event))
     if isinstance(event.event, _ADVICE):
-        return state, [SendReport(0, event.event)], ""
+        return state, [Advise(event.event)], ""
     return _enqueue(state, event.event), [], ""
 
 
@@ -538,8 +554,8 @@ def _note(workers: Mapping[Worker, WorkerReport], event: ev.Event) -> Mapping[Wo
 
 
 def _stored(state: NodeState, event: Stored, now_s: float) -> _Result:
-    outbox = tuple(replace(r, stored=True) if r.number == event.number else r for r in state.outbox)
-    return replace(state, outbox=outbox), [], ""
+    outbox = tuple(replace(r, stored=True) if r.number <= event.number else r for r in state.outbox)
+    return replace(state, outbox=outbox, sent_s=None), [], ""
 
 
 def _time_passed(state: NodeState, event: TimePassed, now_s: float) -> _Result:
@@ -646,28 +662,21 @@ def _tell_inventory(state: NodeState, event: NodeEvent, now_s: float) -> _Result
 
 
 def _send_due(state: NodeState, now_s: float) -> tuple[NodeState, list[NodeEffect]]:
-    """Hands over what was never sent, and again what was not taken in."""
+    """Hands over what the rendezvous does not have: at once, or when the last try is over."""
     if state.incarnation is None or state.lost_lease:
         return state, []
-    sends: list[NodeEffect] = []
-    outbox = []
-    for report in state.outbox:
-        due = report.sent_s is None or now_s >= report.sent_s + state.config.repeat_s
-        if due and not report.stored:
-            sends.append(SendReport(report.number, report.event))
-            report = replace(report, sent_s=now_s)
-        outbox.append(report)
-    return replace(state, outbox=tuple(outbox)) if sends else state, sends
+    reports = tuple((r.number, r.event) for r in state.outbox if not r.stored)
+    if not reports:
+        return replace(state, sent_s=None), []
+    if state.sent_s is not None and now_s < state.sent_s + state.config.repeat_s:
+        return state, []
+    return replace(state, sent_s=now_s), [SendReports(reports)]
 
 
 def _wake_s(state: NodeState, now_s: float) -> float | None:
     times = []
-    if state.incarnation is not None and not state.lost_lease:
-        times = [
-            report.sent_s + state.config.repeat_s
-            for report in state.outbox
-            if not report.stored and report.sent_s is not None
-        ]
+    if state.sent_s is not None and not state.lost_lease:
+        times.append(state.sent_s + state.config.repeat_s)
     if state.lease_ends_s is not None and not state.fenced:
         ends_s = state.lease_ends_s
         times += [ends_s - state.config.fence_margin_s, ends_s + state.config.orphan_timeout_s]

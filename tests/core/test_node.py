@@ -38,12 +38,20 @@ def published(plan: Plan, answered: int = 0) -> n.Changed:
 
 
 def ordered(*effects: ev.Effect, term: int = 1, number: int = 1) -> n.Changed:
-    return n.Changed(ch.Ordered(term, number, effects))
+    return n.Changed(ch.Ordered(term, number, effects, {"n0": 1}))
 
 
 LEFT = n.Seen(ev.WorkerInterrupted(Worker("n0", 0), 0, 5, (Holding(5),)))
 LATE = "did not leave its generation in time"
 W0, W1, OTHER = Worker("n0", 0), Worker("n0", 1), Worker("n1", 1)
+
+
+def inventory(effect: n.NodeEffect) -> ev.NodeJoined:
+    """The last report of what was sent."""
+    assert isinstance(effect, n.SendReports)
+    event = effect.reports[-1][1]
+    assert isinstance(event, ev.NodeJoined)
+    return event
 
 
 class Agent:
@@ -85,13 +93,30 @@ class Agent:
 
 def test_a_report_is_sent_at_once_and_again_until_it_is_stored() -> None:
     agent = Agent()
-    assert agent.tell(n.Seen(EXIT)) == [n.SendReport(1, EXIT)]
+    assert agent.tell(n.Seen(EXIT)) == [n.SendReports(((1, EXIT),))]
     assert agent.wake_s == 1.0
     assert agent.at(0.5) == []
-    assert agent.at(1.0) == [n.SendReport(1, EXIT)]
+    assert agent.at(1.0) == [n.SendReports(((1, EXIT),))]
     assert agent.tell(n.Stored(1)) == []
     assert agent.wake_s is None
     assert agent.at(9.0) == []
+
+
+def test_reports_go_one_request_at_a_time_and_cannot_overtake() -> None:
+    agent = Agent()
+    assert agent.tell(n.Seen(STEPPED)) == [n.SendReports(((1, STEPPED),))]
+    assert agent.tell(n.Seen(EXIT)) == []
+    assert agent.tell(n.Stored(1)) == [n.SendReports(((2, EXIT),))]
+    assert agent.tell(n.Seen(STEPPED)) == []
+    both = n.SendReports(((2, EXIT), (3, STEPPED)))
+    assert agent.at(1.0) == [both]  # what may be on its way still is in it, too
+
+
+def test_orders_to_a_former_life_are_none_of_this_one() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.tell(n.LeaseLost())
+    agent.tell(n.Registered(2, 30.0))
+    assert agent.tell(ordered(ev.StartWorker(W0, Slot("n0", 0)))) == []
 
 
 def test_a_report_is_kept_until_a_plan_answers_it() -> None:
@@ -117,32 +142,35 @@ def test_a_new_incarnation_tells_what_it_runs_and_what_the_node_was_asked() -> N
     assert agent.tell(n.Seen(STEPPED)) == []  # nowhere to tell it to
     effects = agent.tell(n.Registered(2, 30.0))
     assert effects[0] == n.Campaign()
-    told = [effect.event for effect in effects if isinstance(effect, n.SendReport)]
+    told = [event for e in effects if isinstance(e, n.SendReports) for _, event in e.reports]
     assert told == [drain, ev.NodeJoined("n0", 2, 2, (), 1)]
 
 
 def test_each_leader_is_told_what_the_node_runs() -> None:
     agent = Agent(ends_s=1e6)
     first = agent.tell(n.Changed(ch.LeaderChanged("n1", 1)))
-    assert first == [n.SendReport(1, ev.NodeJoined("n0", 2, 1, (), 1))]
+    assert first == [n.SendReports(((1, ev.NodeJoined("n0", 2, 1, (), 1)),))]
+    agent.store()
     assert agent.tell(n.Changed(ch.LeaderChanged("n1", 1))) == []
     agent.enter(plan(0, "n0", "n1"))
     agent.tell(n.Seen(ev.WorkerJoined(W0, 0)))
     agent.tell(n.Seen(ev.WorkerRestored(W0, 0)))
     agent.tell(ordered(ev.StartWorker(Worker("n0", 7), None), number=9))
+    agent.store()
     (effect,) = agent.tell(n.Changed(ch.LeaderChanged("n2", 2)))
-    assert isinstance(effect, n.SendReport) and isinstance(effect.event, ev.NodeJoined)
-    assert effect.event.term == 2
-    assert effect.event.workers == (
+    joined = inventory(effect)
+    assert joined.term == 2
+    assert joined.workers == (
         WorkerReport(W0, Status.RESTORED, Slot("n0", 0), 0),
         WorkerReport(Worker("n0", 7), Status.STARTING),
     )
     held = (Holding(5), Holding(4, "undo", 0))
     agent.tell(n.Seen(ev.WorkerInterrupted(W0, 3, 5, held)))
+    agent.store()
     (effect,) = agent.tell(n.Changed(ch.LeaderChanged("n1", 3)))
-    assert isinstance(effect, n.SendReport) and isinstance(effect.event, ev.NodeJoined)
+    joined = inventory(effect)
     left = WorkerReport(W0, Status.READY, Slot("n0", 0), 3, 5, (Holding(5, "live", 3), held[1]))
-    assert effect.event.workers[0] == left
+    assert joined.workers[0] == left
 
 
 def test_an_order_is_carried_out_once_and_only_by_those_it_concerns() -> None:
@@ -183,7 +211,7 @@ def test_an_abort_that_comes_before_the_entry_is_answered_at_once() -> None:
 def test_advice_is_told_once() -> None:
     agent = Agent()
     pace = ev.PaceMeasured(0.5)
-    assert agent.tell(n.Seen(pace)) == [n.SendReport(0, pace)]
+    assert agent.tell(n.Seen(pace)) == [n.Advise(pace)]
     assert agent.state.outbox == ()
 
 
