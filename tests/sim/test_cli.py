@@ -17,6 +17,8 @@ import pytest
 from resilient.cli import main
 from resilient.core.model import Outcome
 from resilient.sim import cli, faults
+from resilient.sim.run import run
+from tests.sim.mutants import resume_too_early
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -162,6 +164,26 @@ def test_a_trace_depends_on_its_seed_alone() -> None:
     first = hashes("1")
     assert len({line.split()[1] for line in first}) == 10, f"ten seeds, ten traces: {first}"
     assert hashes("2") == first
+
+
+def test_a_broken_core_is_caught_and_its_faults_are_few(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume_too_early(monkeypatch)
+    monkeypatch.setattr(cli, "run", run)
+    for seed in range(20):
+        code = main(["sim", "run", "--seed", str(seed), "--shrink"])
+        out = lines_of(capsys)
+        if code and out[0].startswith(f"seed {seed}: cut: "):
+            break
+    else:
+        pytest.fail("no seed of 20 has noticed")
+    found = re.fullmatch(r"fewest faults found: (\d+) of (\d+)", out[1])
+    assert found is not None, out[1]
+    assert int(found[1]) <= 2 < int(found[2]), "one fault is enough for a recovery"
+    assert out[-2].split(" ", 3)[3].startswith("violation cut: "), (
+        "the trace ends with what was seen"
+    )
 
 
 # ---------------------------------------------------------------- the page about it

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from resilient.cli import main
-from resilient.core import coordinator, transitions
-from resilient.core.model import Config, Cut
+from resilient.core import coordinator
+from resilient.core.model import Config
 from resilient.sim.replay import brief
 from tests.report.journals import Job, line
+from tests.sim.mutants import resume_too_early
 from tests.sim.record import RECORDED, run_job
 
 HOW = f"""today's core decides otherwise than it did in a recorded job. To look at it:
@@ -56,17 +57,6 @@ def line_of(path: Path, name: str, nth: int = 0) -> int:
     ]
 
 
-def shift_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks the core: each generation resumes one step before the newest that is held."""
-    newest_cut = transitions.newest_cut
-
-    def older_cut(*arguments: Any, **keywords: Any) -> Cut | None:
-        cut = newest_cut(*arguments, **keywords)
-        return cut and replace(cut, step=max(0, cut.step - 1))
-
-    monkeypatch.setattr(transitions, "newest_cut", older_cut)
-
-
 # ---------------------------------------------------------------- real jobs
 
 
@@ -84,7 +74,7 @@ def test_a_recorded_job_is_decided_as_it_was(capsys: pytest.CaptureFixture[str])
 def test_a_changed_core_is_noticed_on_the_recorded_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shift_cut(monkeypatch)
+    resume_too_early(monkeypatch)
     assert main(["sim", "replay", str(RECORDED)]) == 1
     assert "cut.step: 5 then, 4 today" in capsys.readouterr().out
 
@@ -96,7 +86,7 @@ def test_a_real_job_is_decided_the_same_and_by_a_broken_core_otherwise(
     num_decisions = len(path.read_text().splitlines()) - 1
     assert main(["sim", "replay", str(tmp_path / "logs")]) == 0
     assert capsys.readouterr().out == f"{num_decisions} decisions: the same today\n"
-    shift_cut(monkeypatch)
+    resume_too_early(monkeypatch)
     assert main(["sim", "replay", str(path)]) == 1
     out = capsys.readouterr().out
     assert "differs in effects[0].plan.cut.step: 5 then, 4 today" in out
