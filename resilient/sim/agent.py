@@ -99,7 +99,7 @@ class Agent:
         self._campaign_since: float | None = None
         self._watched_hang = -1
         self._measured = -1
-        self._ordered_s = 0.0
+        self._led_term = 0
         self.watch: Watch | None = None
         self.leader_watch: Watch | None = None
 
@@ -169,16 +169,19 @@ class Agent:
                 self._register()
             case node.Campaign():
                 self._campaign()
-            case node.SendReport(number, event):
-                self._report(number, event)
+            case node.SendReports(reports):
+                self._report(reports)
+            case node.Advise(event):
+                incarnation, store = self.incarnation or 0, self.cluster.store
+                self._request(lambda: store.advise(self.name, incarnation, event))
             case node.Forget(up_to):
-                incarnation = self.incarnation or 0
-                store = self.cluster.store
+                incarnation, store = self.incarnation or 0, self.cluster.store
                 self._request(lambda: store.forget(self.name, incarnation, up_to))
             case node.Lead(term):
                 self._lead(term)
             case node.StepDown():
                 self._drop_leader()
+                self._resign()
             case node.EnterGeneration(plan):
                 self._enter(plan)
             case node.Fence(generation, reason):
@@ -307,13 +310,8 @@ class Agent:
         answered: Callable[[Answer], None] | None = None,
         refused: Callable[[st.Refused], None] | None = None,
         lost: Callable[[], None] | None = None,
-        *,
-        in_order: bool = False,
     ) -> None:
-        """One call: there, done, and back, each of which may fail.
-
-        in_order: it does not overtake an earlier one of this kind (but may be lost before it).
-        """
+        """One call: there, done, and back, each of which may fail."""
         cluster, name = self.cluster, self.name
         sent_s = cluster.timeline.now_s
         timeout_s = cluster.settings.request_timeout_s
@@ -326,9 +324,6 @@ class Agent:
                 )
 
         there_s = cluster.network.latency_s(name)
-        if in_order:
-            there_s = max(there_s, self._ordered_s - sent_s)
-            self._ordered_s = sent_s + there_s
         if there_s > timeout_s:
             give_up()
 
@@ -459,16 +454,25 @@ class Agent:
         if isinstance(error, st.LeaseLost):
             self._lease_lost(incarnation)
 
-    def _report(self, number: int, event: ev.Event) -> None:
-        incarnation = self.incarnation
+    def _report(self, reports: tuple[tuple[int, ev.Event], ...]) -> None:
+        incarnation, store, last = self.incarnation, self.cluster.store, reports[-1][0]
         assert incarnation is not None
-        store = self.cluster.store
+
+        def answered(answer: None) -> None:
+            if self.incarnation == incarnation:
+                self.feed(node.Stored(last))
+
         self._request(
-            lambda: store.report(self.name, incarnation, number, event),
-            lambda answer: self.feed(node.Stored(number)) if number else None,
+            lambda: store.report(self.name, incarnation, reports),
+            answered,
             lambda error: self._refusal(error, incarnation),
-            in_order=True,
         )
+
+    def _resign(self) -> None:
+        """Best effort; the lease's end does the same."""
+        incarnation, term, store = self.incarnation, self._led_term, self.cluster.store
+        if incarnation is not None:
+            self._request(lambda: store.resign(self.name, incarnation, term))
 
     def _on_changes(self, changes: Sequence[ch.Change]) -> None:
         for change in changes:
@@ -497,6 +501,7 @@ class Agent:
     def _lead(self, term: int) -> None:
         self._drop_leader()
         self.note(f"leads, term {term}")
+        self._led_term = term
         self.leader = leader.initial(self.cluster.settings.config, self.name, term)
         self.leader_watch = Watch(self, self._on_leader_changes, self._on_compacted)
         self.cluster.on_takeover(self)

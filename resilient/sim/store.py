@@ -7,7 +7,7 @@ to it and back (network.py). An outage answers nobody, and no lease ends during 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from resilient.core.changes import (
@@ -55,6 +55,7 @@ class Lease:
     incarnation: int
     num_slots: int
     ends_s: float
+    newest: int = 0
     reports: dict[int, Event] = field(default_factory=dict)
 
 
@@ -123,17 +124,25 @@ class Store:
     # ------------------------------------------------------------ leadership
 
     def campaign(self, node: str, incarnation: int, elected: Callable[[int], None]) -> int | None:
-        """The term, if the node leads; else None, and `elected(term)` once it does."""
+        """The new term, if the node leads now; else None, and `elected(term)` once it does.
+
+        Whoever led already leads in a term of its own from here on: what it did in the last one
+        it may have forgotten.
+        """
         self._check_open()
         lease = self._lease(node, incarnation)
-        if self._leader is lease:
-            return self.term
         self._candidates = [c for c in self._candidates if c[0] is not lease]
-        if self._leader is None:
+        if self._leader is None or self._leader is lease:
             self._elect(lease)
             return self.term
         self._candidates.append((lease, elected))
         return None
+
+    def resign(self, node: str, incarnation: int, term: int) -> None:
+        """Gives back the leadership of that term, if it still has it."""
+        lease = self._lease(node, incarnation)
+        if self._leader is lease and self.term == term:
+            self._vacate()
 
     def _elect(self, lease: Lease) -> None:
         self.term += 1
@@ -148,14 +157,21 @@ class Store:
 
     # ------------------------------------------------------------ reports and records
 
-    def report(self, node: str, incarnation: int, number: int, event: Event) -> None:
+    def report(self, node: str, incarnation: int, reports: Sequence[tuple[int, Event]]) -> None:
+        """One transaction: those that are new, in order."""
         self._check_open()
-        reports = self._lease(node, incarnation).reports
-        if number:
-            if number in reports:
-                return
-            reports[number] = event
-        self._tell(Reported(node, incarnation, number, event))
+        lease = self._lease(node, incarnation)
+        for number, event in reports:
+            if number > lease.newest:
+                lease.newest = number
+                lease.reports[number] = event
+                self._tell(Reported(node, incarnation, number, event))
+
+    def advise(self, node: str, incarnation: int, event: Event) -> None:
+        """Passes it on and keeps nothing."""
+        self._check_open()
+        self._lease(node, incarnation)
+        self._tell(Reported(node, incarnation, 0, event))
 
     def forget(self, node: str, incarnation: int, up_to: int) -> None:
         reports = self._lease(node, incarnation).reports
@@ -236,6 +252,9 @@ class Store:
         self._candidates = [c for c in self._candidates if c[0] is not lease]
         self._tell(NodeGone(lease.node, lease.incarnation, certain))
         if self._leader is lease:
-            self._leader = None
-            self._tell(LeaderChanged(None, self.term))
-            self._elect_next()
+            self._vacate()
+
+    def _vacate(self) -> None:
+        self._leader = None
+        self._tell(LeaderChanged(None, self.term))
+        self._elect_next()

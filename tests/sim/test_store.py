@@ -80,7 +80,18 @@ def test_the_next_candidate_leads_when_the_lease_of_the_leader_ends() -> None:
     store.expire(TTL_S)
     assert (store.leader, elected) == ("n1", [2])
     assert told[-3:] == [NodeGone("n0", 1, False), LeaderChanged(None, 1), LeaderChanged("n1", 2)]
-    assert store.campaign("n1", other, elected.append) == 2
+
+
+def test_a_term_is_led_once() -> None:
+    store, told = make()
+    incarnation, term = lead(store)
+    assert store.campaign("n0", incarnation, lambda term: None) == term + 1
+    with pytest.raises(NotLeader):
+        store.write("n0", incarnation, term, order(term, 1))
+    store.resign("n0", incarnation, term)  # comes late
+    assert store.leader == "n0"
+    store.resign("n0", incarnation, term + 1)
+    assert told[-1] == LeaderChanged(None, term + 1)
 
 
 def test_a_deposed_leader_writes_nothing() -> None:
@@ -139,16 +150,19 @@ def test_reports_go_with_the_lease_and_are_stored_once() -> None:
     store, told = make()
     incarnation = store.register("n0", 2, 0.0)
     event = ev.DrainRequested(15)
-    for number in (1, 1, 2, 0, 0):
-        store.report("n0", incarnation, number, event)
+    store.report("n0", incarnation, [(1, event), (2, event)])
+    store.report("n0", incarnation, [(1, event)])  # late
+    store.report("n0", incarnation, [(2, event), (3, event)])
+    for _ in range(2):
+        store.advise("n0", incarnation, event)
     numbers = [change.number for change in told if isinstance(change, Reported)]
-    assert numbers == [1, 2, 0, 0]
+    assert numbers == [1, 2, 3, 0, 0]
     store.forget("n0", incarnation, 1)
     kept = [change.number for change in store.snapshot() if isinstance(change, Reported)]
-    assert kept == [2]
+    assert kept == [2, 3]
     store.leave("n0", incarnation, certain=False)
     with pytest.raises(LeaseLost):
-        store.report("n0", incarnation, 3, event)
+        store.report("n0", incarnation, [(4, event)])
     assert store.snapshot() == []
 
 
@@ -157,7 +171,7 @@ def test_a_snapshot_tells_what_there_is_in_order() -> None:
     incarnation, term = lead(store)
     other = store.register("n1", 4, 0.0)
     event = ev.DrainRequested(15)
-    store.report("n1", other, 1, event)
+    store.report("n1", other, [(1, event)])
     store.write("n0", incarnation, term, order(term, 1))
     store.write("n0", incarnation, term, Published(plan(0)))
     store.write("n0", incarnation, term, Closed("done", Outcome.DONE))
