@@ -126,9 +126,16 @@ def _advance_forming(move: Move) -> None:
 def _wait_for_first_nodes(move: Move) -> bool:
     """Whether the first world is formed of the nodes that are there now."""
     state, config = move.state, move.state.config
+    num_slots = sum(state.nodes.values()) - sum(s.node in state.nodes for s in state.excluded)
+    few = ""
     if len(state.nodes) < config.min_nodes:
+        few = f"{len(state.nodes)} of at least {config.min_nodes} nodes are there"
+    elif num_slots < max(config.min_world_size, 1):
+        few = f"{num_slots} of at least {config.min_world_size} slots are there"
+    if few:
         move.set(last_call_over=False)
-        _wait_for_nodes(move, f"{len(state.nodes)} of at least {config.min_nodes} nodes are there")
+        if state.nodes or state.quorum_by_s is not None:
+            _wait_for_nodes(move, few)
         return False
     if len(state.nodes) >= config.max_nodes or state.last_call_over:
         move.set(deadline_s=None, quorum_by_s=None)
@@ -171,9 +178,6 @@ def _form(move: Move, store: tuple[str, int]) -> None:
     """The first plan: a worker in every slot, ranks in the order of nodes and slots."""
     nodes = sorted(move.state.nodes)[: move.state.config.max_nodes]
     slots = [slot for node in nodes for slot in slots_of(move.state, node)]
-    if len(slots) < move.state.config.min_world_size:
-        close(move, Outcome.UNRECOVERABLE, f"{len(slots)} slots are left")
-        return
     first = move.state.next_number
     there = {known.slot: w for w, known in sorted(move.state.extras.items()) if not known.killed}
     members = tuple(
