@@ -203,7 +203,8 @@ class Agent:
         for member in plan.members:
             process = self.processes.get(member.worker)
             if process is not None and process.stage != "gone":
-                process.slot = member.slot
+                process.slot, process.told = member.slot, plan.generation
+                process.progress()
                 process.enter(plan)
         self._watched_hang = plan.generation
         hang_s = self.cluster.settings.hang_timeout_s
@@ -216,7 +217,7 @@ class Agent:
         inside = [
             process
             for _, process in sorted(self.processes.items())
-            if process.inside and process.generation == generation
+            if process.is_due(generation)
         ]
         if not inside:
             return

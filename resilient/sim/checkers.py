@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SETTLED_S = 20.0
 """How long a node has to have been there before nobody may pass over what it holds."""
 
+THAWING_S = 1.0
+
 
 class CheckFailed(Exception):
     """A promise is broken. checker: which one."""
@@ -48,6 +50,7 @@ class Checks:
         self._workers: set[Worker] = set()
         self._arrived_s: dict[str, float] = {}
         self._ending = False
+        self.num_tolerated = 0  # steps of machines that had just thawed
 
     def fail(self, checker: str, text: str) -> NoReturn:
         raise CheckFailed(checker, text, self.cluster.timeline.now_s)
@@ -278,6 +281,9 @@ class Checks:
 
     def on_step(self, world: World) -> None:
         newest = max(self.plans)
+        if world.generation < newest and self._has_just_thawed(world):
+            self.num_tolerated += 1
+            return
         self.ensure(
             world.generation == newest,
             "two worlds",
@@ -289,6 +295,14 @@ class Checks:
             f"a step is taken in generation {world.generation}; the job is closed",
         )
         self.ends.on_step(world)
+
+    def _has_just_thawed(self, world: World) -> bool:
+        """A machine that was frozen for longer than its lease, all of its generation on it, may
+        take a step before its agent has had a look at the clock. Nothing outside of the worker
+        can prevent that, and nobody continues from it."""
+        hosts = {process.agent.host for process in world.ranks.values()}
+        now_s = self.cluster.timeline.now_s
+        return len(hosts) == 1 and now_s - hosts.pop().thawed_s < THAWING_S
 
     def raised(self, step: int, error: ErrorInfo) -> None:
         self.ends.raised.append((step, error.frame))

@@ -29,21 +29,25 @@ class Ends:
         self.raised: list[tuple[int, str]] = []
         self._lack_since_s: float | None = 0.0
         self._published_s = 0.0
-        self._stepped: list[bool] = []  # of each generation, in order
-        self._heard: set[int] = set()
+        self._stepped: list[World | None] = []  # of each generation, in order
 
     def on_change(self, change: ch.Change) -> None:
         if isinstance(change, (ch.NodeArrived, ch.NodeGone)):
             self._count_nodes()
         elif isinstance(change, ch.Published):
             self._published_s = self.cluster.timeline.now_s
-            self._stepped.append(False)
-        elif isinstance(change, ch.Reported):
-            self._heard.add(change.number)
+            self._stepped.append(None)
 
     def on_step(self, world: World) -> None:
         if self._stepped:
-            self._stepped[-1] = True
+            self._stepped[-1] = world
+
+    def _is_known(self, world: World | None) -> bool:
+        """Whether the generation has taken a step, and somebody lives who knows of it."""
+        return world is not None and any(
+            process.agent.runs and process.step > world.plan.cut.step
+            for process in world.ranks.values()
+        )
 
     def _count_nodes(self) -> None:
         config = self.cluster.settings.config
@@ -105,7 +109,8 @@ class Ends:
         if waited_s >= config.quorum_timeout_s - SLACK_S and cluster.starts_were_bad:
             return True
         barren = self._stepped[-config.max_barren_generations :]
-        if len(barren) == config.max_barren_generations and not any(barren):
+        known = any(self._is_known(world) for world in barren)
+        if len(barren) == config.max_barren_generations and not known:
             return True
         return self._all_copies_are_lost() or self._too_few_slots()
 

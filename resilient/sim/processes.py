@@ -32,6 +32,7 @@ class Process:
         dirty: the optimizer has begun, the step is not committed.
         stuck: does nothing by itself any more; `stopped`: the kernel has it stopped.
         doomed: its exit is on the way.
+        told: newest generation that its agent has told it to enter.
         progress_s: last sign of progress, in true time.
     """
 
@@ -42,6 +43,7 @@ class Process:
         self.slot = slot
         self.stage = "starting"
         self.generation = -1
+        self.told = -1
         self.world: World | None = None
         self.live: Copy | None = None
         self.undo: Copy | None = None
@@ -70,6 +72,12 @@ class Process:
     def acts(self) -> bool:
         """It runs, and could take part in a collective now."""
         return not (self.stuck or self.doomed or self.stage == "gone" or self.agent.host.is_frozen)
+
+    def is_due(self, generation: int) -> bool:
+        """It is to show progress: inside that generation, or told to enter it and not there yet."""
+        if self.stage == "gone" or self.told != generation:
+            return False
+        return self.generation < generation or (self.inside and self.generation == generation)
 
     def later(self, delay_s: float, action: Callable[[], None], *, forced: bool = False) -> None:
         """forced: done to it, so that being stuck does not help."""
