@@ -17,7 +17,7 @@ Every call takes a deadline. Errors by who must act:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from resilient.core.changes import (
     Reported,
 )
 from resilient.core.events import Event
-from resilient.core.model import Plan
+from resilient.core.leader import Record
 from resilient.errors import RendezvousError
 
 __all__ = [
@@ -94,47 +94,58 @@ class Rendezvous(Protocol):
         """Waits until this node leads; timeout_s None: as long as it takes.
 
         Returns:
-            The term: greater than that of every leader before.
+            The term: greater than that of every leader before. A node that leads already begins a
+            new one: a term is led once, from its beginning.
         Raises:
             LeaseLost, RendezvousClosed, RendezvousTimeout.
         """
+
+    async def resign(
+        self, lease: Lease, term: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Gives the leadership of that term back; without it, nothing."""
 
     async def report(
-        self, lease: Lease, number: int, event: Event, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        lease: Lease,
+        reports: Sequence[tuple[int, Event]],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Stores a report; the same number again changes nothing. Number 0 is only passed on.
+        """Stores reports, (number, event) ascending, in one transaction. Numbers up to the newest
+        that was ever stored are left out: the same again changes nothing.
 
         Raises:
             LeaseLost, RendezvousClosed, RendezvousTimeout.
         """
+
+    async def advise(
+        self, lease: Lease, event: Event, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Passes an event on, as number 0, and keeps it nowhere. Raises as `report`."""
 
     async def forget(
         self, lease: Lease, up_to: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """Removes this node's reports up to that number. Raises LeaseLost, RendezvousTimeout."""
 
-    async def publish(
-        self,
-        lease: Lease,
-        term: int,
-        plan: Plan,
-        answered: Mapping[str, int],
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+    async def write(
+        self, lease: Lease, term: int, record: Record, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Publishes a plan if this node still leads in that term.
+        """One transaction, if this node still leads in that term: a plan, an order, or the end.
+
+        The very same record again changes nothing. A plan removes the orders from before the last
+        one.
 
         Raises:
-            NotLeader, StaleGeneration, LeaseLost, RendezvousClosed, RendezvousTimeout.
+            NotLeader, StaleGeneration (a plan whose generation does not follow), LeaseLost,
+            RendezvousClosed, RendezvousTimeout.
         """
 
-    async def close(
-        self, lease: Lease, term: int, reason: str, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """Ends the job for everybody. Raises NotLeader, LeaseLost, RendezvousTimeout."""
-
     def watch(self) -> AsyncIterator[Change]:
-        """Everything there is now (nodes, leader, last plan, reports), then every change, in order.
+        """Everything there is now, then every change, in order.
+
+        First the nodes, then the leader, the last plan, orders since the plan before it, reports.
 
         Each watcher sees the same order; the stream ends after Closed.
         """

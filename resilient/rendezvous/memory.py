@@ -11,11 +11,11 @@ nobody that could take over from it, and a pause of the machine must not cost it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from resilient.core.events import Event
-from resilient.core.model import Plan
+from resilient.core.leader import Record
 from resilient.errors import (
     RendezvousClosed,
     RendezvousError,
@@ -32,6 +32,7 @@ from resilient.rendezvous import (
     NodeArrived,
     NodeGone,
     NotLeader,
+    Ordered,
     Published,
     Reported,
 )
@@ -43,6 +44,7 @@ class _Node:
     num_slots: int
     ends_s: float | None
     reports: dict[int, Event] = field(default_factory=dict)
+    newest: int = 0
 
 
 class MemoryRendezvous:
@@ -61,6 +63,8 @@ class MemoryRendezvous:
         self._term = 0
         self._candidates: list[tuple[Lease, asyncio.Future[int]]] = []
         self._published: Published | None = None
+        self._orders: list[Ordered] = []  # since the plan before the last one
+        self._num_older = 0  # of them, those from before the last plan
         self._closed: Closed | None = None
         self._watchers: list[asyncio.Queue[Change]] = []
 
@@ -100,7 +104,7 @@ class MemoryRendezvous:
         self._check_open()
         self._node_of(lease)
         if self._leader == lease:
-            return self._term
+            self._leader = None  # a new term begins
         elected: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         candidate = (lease, elected)
         self._candidates.append(candidate)
@@ -123,18 +127,37 @@ class MemoryRendezvous:
             elected.set_result(self._term)
             self._tell(LeaderChanged(lease.node, self._term))
 
+    async def resign(
+        self, lease: Lease, term: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        if self._leader == lease and self._term == term:
+            self._leader = None
+            self._tell(LeaderChanged(None, term))
+            self._elect()
+
     # ------------------------------------------------------------ reports and plans
 
     async def report(
-        self, lease: Lease, number: int, event: Event, *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        lease: Lease,
+        reports: Sequence[tuple[int, Event]],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._check_open()
-        reports = self._node_of(lease).reports
-        if number:
-            if number in reports:
-                return
-            reports[number] = event
-        self._tell(Reported(lease.node, lease.incarnation, number, event))
+        node = self._node_of(lease)
+        for number, event in reports:
+            if number > node.newest:
+                node.newest = number
+                node.reports[number] = event
+                self._tell(Reported(lease.node, lease.incarnation, number, event))
+
+    async def advise(
+        self, lease: Lease, event: Event, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        self._check_open()
+        self._node_of(lease)
+        self._tell(Reported(lease.node, lease.incarnation, 0, event))
 
     async def forget(
         self, lease: Lease, up_to: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -142,34 +165,32 @@ class MemoryRendezvous:
         node = self._node_of(lease)
         node.reports = {n: event for n, event in node.reports.items() if n > up_to}
 
-    async def publish(
-        self,
-        lease: Lease,
-        term: int,
-        plan: Plan,
-        answered: Mapping[str, int],
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+    async def write(
+        self, lease: Lease, term: int, record: Record, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
+        if record in (self._published, self._closed) or record in self._orders:
+            return
         self._check_leads(lease, term)
-        last = self._published.plan.generation if self._published is not None else None
-        if last is not None and plan.generation <= last:
-            raise StaleGeneration(
-                f"generation {plan.generation} cannot follow generation {last}",
-                generation=plan.generation,
-            )
-        self._published = Published(plan, dict(answered))
-        self._tell(self._published)
+        if isinstance(record, Published):
+            self._check_follows(record.plan.generation)
+            self._published = record
+            del self._orders[: self._num_older]
+            self._num_older = len(self._orders)
+        elif isinstance(record, Ordered):
+            self._orders.append(record)
+        else:
+            self._closed = record
+            for _, elected in self._candidates:
+                if not elected.done():
+                    elected.set_exception(RendezvousClosed(record.reason))
+        self._tell(record)
 
-    async def close(
-        self, lease: Lease, term: int, reason: str, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        self._check_leads(lease, term)
-        self._closed = Closed(reason)
-        for _, elected in self._candidates:
-            if not elected.done():
-                elected.set_exception(RendezvousClosed(reason))
-        self._tell(self._closed)
+    def _check_follows(self, generation: int) -> None:
+        last = self._published.plan.generation if self._published is not None else None
+        if last is not None and generation <= last:
+            raise StaleGeneration(
+                f"generation {generation} cannot follow generation {last}", generation=generation
+            )
 
     # ------------------------------------------------------------ the stream
 
@@ -196,6 +217,7 @@ class MemoryRendezvous:
             changes.append(LeaderChanged(self._leader.node, self._term))
         if self._published is not None:
             changes.append(self._published)
+        changes += self._orders
         for node, known in sorted(self._nodes.items()):
             for number, event in sorted(known.reports.items(), key=lambda item: item[0]):
                 changes.append(Reported(node, known.lease.incarnation, number, event))
