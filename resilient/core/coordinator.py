@@ -112,8 +112,12 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
         )
         if report.status is Status.READY and move.state.phase is Phase.FORMING:
             move.set(decorated=True)
-        if known.status in INSIDE and move.current(known.generation):
-            inside |= _rank_bit(move, report.worker)
+        if move.current(known.generation):
+            if known.status in INSIDE:
+                inside |= _rank_bit(move, report.worker)
+            if _is_beyond_cut(move, report.step):
+                _count_step(move, report.step)
+    move.know(persisted_step=event.persisted_step)
     roster = move.state.roster
     move.set(
         roster=replace(roster, lost=roster.lost & ~ranks),
@@ -446,6 +450,8 @@ def _hung(move: Move, event: ev.WorkersHung) -> None:
         return
     roster = move.state.roster
     move.know(event.step)
+    if _is_beyond_cut(move, event.step):
+        _count_step(move, event.step)
     move.fault(FaultKind.HUNG, event.workers[0], event.step, began_s=event.began_s, note=event.note)
     move.do(ev.DumpStacks(tuple(move.workers(roster.alive & ~roster.killed))))
     # A stopped process cannot come out: waiting for it would only cost the others time. If nobody

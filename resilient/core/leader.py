@@ -51,6 +51,8 @@ class LeaderState:
         nodes: those with a lease.
         leads: the stream has confirmed the election.
         published: the last plan, this leader's own or an older one.
+        newest_worker: the highest number that an older leader has ordered a worker to be started
+            with, since the last plan.
         ended: the outcome that an older leader has told the workers of, and why.
         backlog: reports that came before everybody had told what it runs.
         job: the coordinator's state; None until then.
@@ -65,6 +67,7 @@ class LeaderState:
     nodes: Mapping[str, Known] = field(default_factory=dict)
     leads: bool = False
     published: ch.Published | None = None
+    newest_worker: int = -1
     ended: tuple[Outcome, str] | None = None
     backlog: tuple[ch.Reported, ...] = ()
     job: State | None = None
@@ -322,7 +325,9 @@ def _ordered(turn: _Turn, change: ch.Ordered) -> None:
     if change.term == turn.state.term:
         return
     for effect in change.effects:
-        if isinstance(effect, ev.Close):
+        if isinstance(effect, ev.StartWorker):
+            turn.set(newest_worker=max(turn.state.newest_worker, effect.worker.number))
+        elif isinstance(effect, ev.Close):
             turn.set(ended=(Outcome.DONE, "every rank has finished"))
         elif isinstance(effect, ev.Stop):
             turn.set(ended=(effect.outcome, effect.reason))
@@ -373,7 +378,13 @@ def _take_over_if_due(turn: _Turn) -> None:
         if report.node in state.nodes and report.incarnation == state.nodes[report.node].incarnation
     ]
     resumed = takeover.resume(
-        state.config, state.published, inventories, backlog, state.ended, turn.now_s
+        state.config,
+        state.published,
+        inventories,
+        backlog,
+        turn.now_s,
+        newest_worker=state.newest_worker,
+        ended=state.ended,
     )
     turn.set(job=resumed.state, backlog=())
     turn.enqueue(resumed.effects)

@@ -519,6 +519,11 @@ class State:
     deadline_s: float | None = None
     finished: bool = False
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether other nodes can come. Without a rendezvous, nodes have no incarnation."""
+        return self.config.max_nodes > 1 or any(self.incarnations.values())
+
     def is_continued(self, holding: Holding) -> bool:
         """Whether the state of that copy is one that the current generation's comes from."""
         return all(

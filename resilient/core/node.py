@@ -105,6 +105,7 @@ class NodeState:
         fenced: it has left its generation by itself and waits, state kept, for a new lease.
         kill_s: when those who have not left the fenced generation are killed.
         workers: this node's own, living.
+        persisted_step: newest complete on disk that one of them has told of.
     """
 
     config: NodeConfig
@@ -124,6 +125,7 @@ class NodeState:
     fenced: bool = False
     kill_s: float | None = None
     workers: Mapping[Worker, WorkerReport] = field(default_factory=dict)
+    persisted_step: int | None = None
     closed: bool = False
 
 
@@ -512,6 +514,10 @@ _CHANGES: dict[type[Any], Callable[[NodeState, Any, float], _Result]] = {
 
 def _seen(state: NodeState, event: Seen, now_s: float) -> _Result:
     state = replace(state, workers=_note(state.workers, event.event))
+    told = event.event.step if isinstance(event.event, ev.Persisted) else None
+    persisted_step = getattr(event.event, "persisted_step", told)
+    if persisted_step is not None and persisted_step > (state.persisted_step or -1):
+        state = replace(state, persisted_step=persisted_step)
     if isinstance(event.event, _ADVICE):
         return state, [Advise(event.event)], ""
     return _enqueue(state, event.event), [], ""
@@ -626,12 +632,15 @@ def _fence_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result |
 def _fence(
     state: NodeState, generation: int, reason: str, now_s: float, by_s: float | None
 ) -> _Result:
-    """by_s: when nobody may be inside any more; None: nobody is waiting for it."""
+    """by_s: when nobody may be inside any more; None: nobody is waiting for it.
+
+    A machine that was frozen until after that has missed it in any case: then what its workers hold
+    is worth more than their haste.
+    """
     kill_s = now_s + state.config.interrupt_timeout_s
-    if by_s is not None:
+    if by_s is not None and by_s - state.config.fence_margin_s / 2 > now_s:
         kill_s = min(kill_s, by_s - state.config.fence_margin_s / 2)
-    fence = Fence(generation, reason)
-    return replace(state, fenced=True, kill_s=max(kill_s, now_s)), [fence], reason
+    return replace(state, fenced=True, kill_s=kill_s), [Fence(generation, reason)], reason
 
 
 def _kill_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result | None:
@@ -656,7 +665,9 @@ def _tell_inventory(state: NodeState, event: NodeEvent, now_s: float) -> _Result
         return None
     config = state.config
     workers = tuple(report for _, report in sorted(state.workers.items()))
-    inventory = ev.NodeJoined(config.node, config.num_slots, state.incarnation, workers, now[1])
+    inventory = ev.NodeJoined(
+        config.node, config.num_slots, state.incarnation, workers, now[1], state.persisted_step
+    )
     kept = tuple(r for r in state.outbox if not isinstance(r.event, ev.NodeJoined))
     return _enqueue(replace(state, outbox=kept, told=now), inventory), [], "tells what it runs"
 

@@ -205,7 +205,9 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     if give_up_waiting:
         dropped, waiting, to_start = dropped | waiting, 0, []
     num_nodes = num_nodes_left(state, dropped)
-    room = state.config.max_nodes - num_nodes if state.config.replace else 0
+    config = state.config
+    few = count(filled | waiting) < config.min_world_size or num_nodes < config.min_nodes
+    room = config.max_nodes - num_nodes if config.replace or few else 0
     standby = standby_nodes(state) if room > 0 else []
     ready = [one for one in standby if one.ready][:room]
     late_nodes = [one for one in standby if not one.ready][: room - len(ready)]

@@ -75,8 +75,10 @@ def resume(
     published: Published | None,
     inventories: Sequence[ev.NodeJoined],
     backlog: Sequence[ev.Event],
-    ended: tuple[Outcome, str] | None,
     now_s: float,
+    *,
+    newest_worker: int = -1,
+    ended: tuple[Outcome, str] | None = None,
 ) -> Resumed:
     """The state of a leader that takes over.
 
@@ -84,6 +86,7 @@ def resume(
         published: the last plan; None: there is none yet.
         inventories: of every node that has a lease, made for this leader.
         backlog: what the nodes reported since that plan, in order.
+        newest_worker: the highest number of a worker that was started since.
         ended: the outcome that an older leader has told the workers of: it stands.
     """
     state = State(config)
@@ -95,7 +98,8 @@ def resume(
     same = {n for n, joined in here.items() if state.incarnations.get(n) == joined.incarnation}
     reports = {report.worker: report for node in same for report in here[node].workers}
     numbers = [report.worker.number for joined in inventories for report in joined.workers]
-    state = replace(state, next_number=max([state.next_number - 1, *numbers], default=-1) + 1)
+    numbers += [state.next_number - 1, newest_worker]
+    state = replace(state, next_number=max(numbers) + 1)
     if plan is not None:
         leaving = {event.worker for event in backlog if isinstance(event, _LEAVING)}
         roster = _roster(plan, reports, leaving)
@@ -104,13 +108,14 @@ def resume(
             state,
             phase=Phase.RESTORING if forming else Phase.RUNNING,
             roster=roster,
-            extras=_extras(plan, state.nodes, reports),
+            extras=_extras(plan, reports),
+            stepped=any(_has_stepped(plan, report) for report in reports.values()),
         )
     came = [here[node] for node in sorted(here) if node not in same]
     left = [
         ev.NodeLeft(node, "gone before this leader came", state.incarnations.get(node, 0), False)
         for node in sorted(state.nodes)
-        if node not in same
+        if node not in here
     ]
     told = {event.worker for event in backlog if isinstance(event, ev.WorkerExited)}
     lost = [
@@ -119,11 +124,14 @@ def resume(
         if member.slot.node in same and member.worker not in reports | dict.fromkeys(told)
     ]
     move = Move(state, now_s)
+    for joined in inventories:
+        move.know(persisted_step=joined.persisted_step)
     if ended is not None:
         close(move, *ended)
     elif plan is not None:
         move.do(ev.OpenStore(plan.generation + 1))
-    return Resumed(move.state, tuple(move.effects), (*left, *came, *backlog, *lost))
+    # Who came first: with them, those who left may not be too many.
+    return Resumed(move.state, tuple(move.effects), (*came, *left, *backlog, *lost))
 
 
 def _roster(
@@ -149,9 +157,11 @@ def _roster(
     )
 
 
-def _extras(
-    plan: Plan, nodes: Mapping[str, int], reports: Mapping[Worker, WorkerReport]
-) -> dict[Worker, WorkerState]:
+def _has_stepped(plan: Plan, report: WorkerReport) -> bool:
+    return report.generation == plan.generation and report.step > plan.cut.step
+
+
+def _extras(plan: Plan, reports: Mapping[Worker, WorkerReport]) -> dict[Worker, WorkerState]:
     """Those without a rank. Where its slot has another worker, it is a spare."""
     members = {member.worker for member in plan.members}
     taken = {member.slot for member in plan.members}

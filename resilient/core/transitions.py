@@ -80,12 +80,14 @@ def exclude(move: Move, slots: Iterable[Slot]) -> None:
 def staff(move: Move) -> None:
     """Spares where there are ranks; where there are none, a worker for each slot, to stand by."""
     state = move.state
-    if not state.config.replace or not state.decorated or state.plan is None:
+    needed = state.config.replace or state.quorum_by_s is not None
+    if not needed or not state.decorated or state.plan is None:
         return
     living = [(w, known) for w, known in state.extras.items() if not known.killed]
     have = Counter(worker.node for worker, _ in living)
     taken = {known.slot for _, known in living}
-    spares = 0 if state.num_spare_deaths >= MAX_SPARE_DEATHS else state.config.num_spares
+    few = state.num_spare_deaths < MAX_SPARE_DEATHS
+    spares = state.config.num_spares if state.config.replace and few else 0
     for node in sorted(state.nodes):
         if state.plan.ranks_on(node):
             for _ in range(spares - have[node]):
@@ -154,10 +156,10 @@ def _wait_for_nodes(move: Move, why: str) -> None:
     enough."""
     config = move.state.config
     by_s = move.state.quorum_by_s
-    if config.max_nodes > 1 and by_s is None:
-        staff(move)
+    if by_s is None and move.state.may_grow:
         by_s = move.now_s + config.quorum_timeout_s
         move.set(quorum_by_s=by_s)
+        staff(move)
         move.why(f"{why}: waiting for others")
     if by_s is None or move.now_s >= by_s:
         end(move, Outcome.UNRECOVERABLE, why)
