@@ -131,12 +131,12 @@ class Checks:
             newest = max([newest, *held, self.cluster.newest_on_disk() or -1])
             if process.stage != "gone":
                 surest = max([surest, *held])
+        self._check_others(plan, base)
         if cut.kind is CutKind.INITIAL:
             self.ensure(surest <= 0, "cut", f"{name} begins anew, step {surest} is there")
             return ROOT
         self.ensure(cut.step >= surest, "cut", f"{name}: step {cut.step}, {surest} is there")
         self.ensure(cut.step <= newest, "cut", f"{name}: step {cut.step}, {newest} is the newest")
-        self._check_others(plan, base)
         if cut.kind is CutKind.DISK:
             return self.cluster.read_disk(cut.step)
         given = set()
@@ -177,14 +177,15 @@ class Checks:
                 )
 
     def valid_copies(self, process: Process, base: int | None) -> list[int]:
-        """Its copies on the lineage that the last plan continued."""
-        contents = self.cluster.contents
+        """Its copies on the lineage that the last plan continued: what that plan restored, what
+        came before, and what was committed in its own generation."""
+        contents, last = self.cluster.contents, max(self.plans, default=-1)
         return [
             content
             for content, _ in process.copies()
             if base is None
-            or contents.is_ancestor(base, content)
             or contents.is_ancestor(content, base)
+            or (contents.generations[content] == last and contents.is_ancestor(base, content))
         ]
 
     # ------------------------------------------------------------ agents

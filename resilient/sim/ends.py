@@ -29,11 +29,13 @@ class Ends:
         self.raised: list[tuple[int, str]] = []
         self._lack_since_s: float | None = 0.0
         self._published_s = 0.0
+        self._gone_s: dict[str, float] = {}
         self._stepped: list[World | None] = []  # of each generation, in order
 
     def on_change(self, change: ch.Change) -> None:
         if isinstance(change, (ch.NodeArrived, ch.NodeGone)):
             self._count_nodes()
+            self._gone_s[change.node] = self.cluster.timeline.now_s
         elif isinstance(change, ch.Published):
             self._published_s = self.cluster.timeline.now_s
             self._stepped.append(None)
@@ -115,17 +117,24 @@ class Ends:
         return self._all_copies_are_lost() or self._too_few_slots()
 
     def _all_copies_are_lost(self) -> bool:
+        """A node that is cut off may come back with its copies: it is waited for."""
         plans = self.checks.plans
         if not plans or not any(self._stepped):
             return False
         base = self.checks.bases[max(plans)]
-        steps = self.cluster.contents.steps
+        now_s, patience_s = (
+            self.cluster.timeline.now_s,
+            self.cluster.settings.config.quorum_timeout_s,
+        )
         for worker, process in self.cluster.living():
             if process.stuck or process.doomed or not process.agent.runs:
                 continue
-            if worker.node not in self.cluster.store.leases:
+            gone_s = self._gone_s.get(worker.node)
+            if worker.node not in self.cluster.store.leases and (
+                gone_s is None or now_s - gone_s >= patience_s - SLACK_S
+            ):
                 continue
-            if any(steps[content] >= 0 for content in self.checks.valid_copies(process, base)):
+            if self.checks.valid_copies(process, base):
                 return False
         return self.cluster.newest_on_disk() is None
 

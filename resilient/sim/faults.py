@@ -157,7 +157,7 @@ def settings(seed: int, num_nodes: int) -> Settings:
     min_nodes = rng.randint(1, max(1, max_nodes // 2))
     checkpoints = rng.random() < 0.4
     config = Config(
-        min_world_size=rng.choice([1, 1, 2]) if num_nodes > 1 else 1,
+        min_world_size=rng.choice([1, 1, 2]) if max_nodes * slots[0] > 1 else 1,
         num_spares=rng.choice([0, 1, 1]),
         replace=rng.random() < 0.85,
         max_deaths_per_slot=rng.choice([3, 6, 10]),
