@@ -106,6 +106,7 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
     ranks = _ranks_on(move, node)
     inside = 0
     for report in event.workers:
+        move.know(report.step)
         known = extra_of(report)
         move.own_extras()[report.worker] = replace(
             known, holdings=move.usable(known.holdings, known.generation)
@@ -121,6 +122,7 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
     roster = move.state.roster
     move.set(
         roster=replace(roster, lost=roster.lost & ~ranks),
+        away=move.state.away & ~ranks,
         silent=move.state.silent & ~(ranks & ~inside),  # it says itself who is out of it
     )
     move.why(f"node {node} joined with {event.num_slots} slots")
@@ -144,9 +146,10 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
     lost = move.workers(ranks & roster.alive)
     if move.state.phase is not Phase.CLOSED:
         move.faults(FaultKind.NODE_LOST, lost, move.state.committed_step, note=event.note)
-    if not event.certain and ranks & roster.inside:
+    if not event.certain and ranks & roster.alive:
         config = state.config
         move.set(
+            away=state.away | (ranks & roster.alive),
             silent=state.silent | (ranks & roster.inside),
             orphans_until_s=move.now_s + config.orphan_timeout_s + config.kill_timeout_s,
         )
@@ -251,7 +254,7 @@ def _extra_left(move: Move, told: ev.MemberEvent | ev.WorkerFailed) -> None:
         return
     if known.status not in INSIDE or told.generation != known.generation:
         return
-    move.know(persisted_step=told.persisted_step)
+    move.know(told.step, told.persisted_step)
     holdings = move.usable(told.holdings, told.generation)
     move.change(told.worker, status=Status.READY, holdings=holdings)
     if move.current(told.generation):

@@ -466,7 +466,8 @@ class State:
         cuts: (generation, step) that generations resumed from; what an older generation committed
             beyond a later one's step was abandoned. Those that say nothing any more are left out.
         began_s: when the current generation was published.
-        silent: ranks that were inside when their node's lease ended: they may still train.
+        away: ranks whose node's lease ended while they lived: they may come back with their state.
+        silent: of them, those that were inside: they may still train.
         orphans_until_s: when they do so no longer, whatever has become of them.
         quorum_by_s: while there are too few nodes: when that ends the job.
         last_call_over: at the start, nodes beyond the minimum have had their time to come.
@@ -498,6 +499,7 @@ class State:
     cuts: tuple[tuple[int, int], ...] = ()
     usual_step_s: float | None = None
     began_s: float = 0.0
+    away: Ranks = field(default=0, repr=False)
     silent: Ranks = field(default=0, repr=False)
     orphans_until_s: float | None = None
     quorum_by_s: float | None = None

@@ -64,6 +64,7 @@ def archive(state: State) -> State:
         deadline_s=None,
         drain_by_s=None,
         began_s=0.0,
+        away=0,
         silent=0,
         quorum_by_s=None,
         orphans_until_s=None,

@@ -14,6 +14,7 @@ from resilient.core import events as ev
 from resilient.core.capacity import growth_due_s, slots_of
 from resilient.core.cut import newest_cut
 from resilient.core.model import (
+    INSIDE,
     Cut,
     CutKind,
     Fault,
@@ -318,6 +319,8 @@ def _try_plan(move: Move) -> None:
         committed_step=state.committed_step,
         persisted_step=state.persisted_step,
     )
+    if _may_hold_more(move, cut):
+        return
     # A job that persists may learn of a checkpoint from a worker that is still to come.
     if cut is None and not (chosen.waiting and state.config.persists):
         end(
@@ -383,6 +386,30 @@ def _wait_for_workers(move: Move) -> None:
     move.enter(move.state.phase, bound_s)
 
 
+def _may_hold_more(move: Move, cut: Cut | None) -> bool:
+    """Whether a newer step than the cut's may come from workers of nodes that were lost: such as
+    are back and still on their way out of their generation, or, where there is no other copy at
+    all, such as are still away."""
+    state = move.state
+    if cut is not None and cut.step >= state.committed_step:
+        return False
+    leaving = any(k.status in INSIDE and not k.killed for k in state.extras.values())
+    if leaving and not (move.expired and state.quorum_by_s is None):
+        return True
+    return cut is None and bool(state.away) and _wait_for_orphans(move)
+
+
+def _wait_for_orphans(move: Move) -> bool:
+    """Waits until nodes that were cut off have stopped or come back; False: that is over."""
+    until_s = move.state.orphans_until_s
+    if until_s is None or move.now_s >= until_s:
+        return False
+    if move.state.deadline_s != until_s:
+        move.set(deadline_s=until_s)
+        move.why("nobody of the last generation can be asked: waiting until it has stopped")
+    return True
+
+
 def _may_train_elsewhere(move: Move) -> bool:
     """Whether all ranks of the last generation may still be in it, cut off from here together.
 
@@ -393,13 +420,7 @@ def _may_train_elsewhere(move: Move) -> bool:
     assert state.plan is not None
     if full(state.plan.world_size) & ~state.silent or state.plan.num_nodes == 1:
         return False
-    until_s = state.orphans_until_s
-    if until_s is None or move.now_s >= until_s:
-        return False
-    if state.deadline_s != until_s:
-        move.set(deadline_s=until_s)
-        move.why("nobody of the last generation can be asked: waiting until it has stopped")
-    return True
+    return _wait_for_orphans(move)
 
 
 def _publish(move: Move, plan: Plan) -> None:
@@ -414,7 +435,7 @@ def _publish(move: Move, plan: Plan) -> None:
             move.change(worker, slot=None)
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
     move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
-    move.set(silent=0, orphans_until_s=None, quorum_by_s=None)
+    move.set(away=0, silent=0, orphans_until_s=None, quorum_by_s=None)
     _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)
@@ -447,6 +468,10 @@ def _hand_over(move: Move, plan: Plan) -> None:
             extras[worker] = known
     for rank in changed:
         extras.pop(plan.members[rank].worker, None)
+    came_back = [w for w, known in extras.items() if known.generation >= 0]
+    for worker in came_back:  # to the very rank that it had
+        if plan.rank_of(worker) is not None:
+            del extras[worker]
     move.set(plan=plan, roster=Roster(entered=full(plan.world_size)))
 
 
