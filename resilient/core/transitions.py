@@ -78,10 +78,13 @@ def exclude(move: Move, slots: Iterable[Slot]) -> None:
         move.do(ev.ExcludeSlot(slot, f"{died} deaths without a committed step"))
 
 
-def staff(move: Move) -> None:
-    """Spares where there are ranks; where there are none, a worker for each slot, to stand by."""
+def staff(move: Move, *, needed: bool = False) -> None:
+    """Spares where there are ranks; where there are none, a worker for each slot, to stand by.
+
+    needed: also where nobody is to be replaced, since there are too few.
+    """
     state = move.state
-    needed = state.config.replace or state.quorum_by_s is not None
+    needed = needed or state.config.replace or state.quorum_by_s is not None
     if not needed or not state.decorated or state.plan is None:
         return
     living = [(w, known) for w, known in state.extras.items() if not known.killed]
@@ -369,7 +372,7 @@ def _is_quorum(move: Move, chosen: Membership, late: bool) -> bool:
             kill_late(move, sorted(slow), "not at the decorator in time")
         if late or state.quorum_by_s is not None:
             _wait_for_workers(move)
-        staff(move)
+        staff(move, needed=True)
         return False
     few = f"{size} ranks can go on, fewer than the minimum of {config.min_world_size}"
     if size >= least:
