@@ -266,7 +266,9 @@ class Cluster:
             self.note("cluster", f"the training length is {self.length}")
 
     def decided(self, agent: Agent, event: ev.Event, decision: ev.Decision) -> None:
-        self.excluded = self.excluded | decision.state.excluded
+        if not decision.state.excluded <= self.excluded:
+            self.excluded = self.excluded | decision.state.excluded
+            self.checks.ends.count_nodes()
         if decision.reason == "noted" and not decision.effects:
             return
         effects = ", ".join(type(effect).__name__ for effect in decision.effects)

@@ -34,7 +34,7 @@ class Ends:
 
     def on_change(self, change: ch.Change) -> None:
         if isinstance(change, (ch.NodeArrived, ch.NodeGone)):
-            self._count_nodes()
+            self.count_nodes()
             self._gone_s[change.node] = self.cluster.timeline.now_s
         elif isinstance(change, ch.Published):
             self._published_s = self.cluster.timeline.now_s
@@ -51,18 +51,18 @@ class Ends:
             for process in world.ranks.values()
         )
 
-    def _count_nodes(self) -> None:
-        config = self.cluster.settings.config
-        slots = sum(
-            (lease.node, local_rank) not in self.cluster.excluded
-            for lease in self.cluster.store.leases.values()
-            for local_rank in range(lease.num_slots)
-        )
-        enough = len(self.cluster.store.leases) >= config.min_nodes
-        if enough and slots >= config.min_world_size:
+    def count_nodes(self) -> None:
+        """Whether there are enough nodes with a slot that is not excluded, and enough slots."""
+        cluster, config = self.cluster, self.cluster.settings.config
+        usable = [
+            sum((lease.node, rank) not in cluster.excluded for rank in range(lease.num_slots))
+            for lease in cluster.store.leases.values()
+        ]
+        nodes = sum(slots > 0 for slots in usable)
+        if nodes >= config.min_nodes and sum(usable) >= config.min_world_size:
             self._lack_since_s = None
         elif self._lack_since_s is None:
-            self._lack_since_s = self.cluster.timeline.now_s
+            self._lack_since_s = cluster.timeline.now_s
 
     def on_closed(self, closed: ch.Closed) -> None:
         outcome = closed.outcome
