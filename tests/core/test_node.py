@@ -116,7 +116,11 @@ def test_orders_to_a_former_life_are_none_of_this_one() -> None:
     agent = Agent(ends_s=10.0)
     agent.tell(n.LeaseLost())
     agent.tell(n.Registered(2, 30.0))
-    assert agent.tell(ordered(ev.StartWorker(W0, Slot("n0", 0)))) == []
+    start = ev.StartWorker(W0, Slot("n0", 0))
+    assert agent.tell(ordered(start)) == []
+    reborn = n.initial(CONFIG).state  # reads the stream before it is registered
+    for order in (ordered(start), n.Changed(ch.Ordered(1, 2, (start,)))):
+        assert n.step(reborn, order, 0.0).effects == ()
 
 
 def test_a_report_is_kept_until_a_plan_answers_it() -> None:
