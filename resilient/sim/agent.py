@@ -215,9 +215,7 @@ class Agent:
         if not self.runs or self._watched_hang != generation:
             return
         inside = [
-            process
-            for _, process in sorted(self.processes.items())
-            if process.is_due(generation)
+            process for _, process in sorted(self.processes.items()) if process.is_due(generation)
         ]
         if not inside:
             return
@@ -480,13 +478,11 @@ class Agent:
             self.feed(node.Changed(change))
 
     def _on_compacted(self) -> None:
-        """It has missed changes for good: as if its lease had ended. What runs here goes on
-        running, so its leaving is not a certain end."""
+        """It has missed changes for good: as if its lease had ended. It does not give the lease
+        back: until its workers have left their generation, the others have to count on it."""
         self.note("its watch is compacted")
-        incarnation, store = self.incarnation, self.cluster.store
-        if incarnation is not None and not self.state.lost_lease:
-            self._request(lambda: store.leave(self.name, incarnation, certain=False))
-            self._lease_lost(incarnation)
+        if self.incarnation is not None:
+            self._lease_lost(self.incarnation)
         if self.runs:
             self.watch = Watch(self, self._on_changes, self._on_compacted)
 

@@ -59,7 +59,8 @@ class Ends:
             for lease in cluster.store.leases.values()
         ]
         nodes = sum(slots > 0 for slots in usable)
-        if nodes >= config.min_nodes and sum(usable) >= config.min_world_size:
+        most = sum(sorted(usable)[-config.max_nodes :])
+        if nodes >= config.min_nodes and most >= config.min_world_size:
             self._lack_since_s = None
         elif self._lack_since_s is None:
             self._lack_since_s = cluster.timeline.now_s

@@ -44,7 +44,17 @@ class Fault:
 
 WORKER_KINDS = ("crash", "hang", "stop", "raise", "collective", "slow", "unkillable")
 NODE_KINDS = ("power", "panic", "rename", "pause", "flap", "leave", "leader", "burst")
-NETWORK_KINDS = ("outage", "compact", "requests", "answers", "cutoff", "split", "datacut", "delay")
+NETWORK_KINDS = (
+    "outage",
+    "compact",
+    "requests",
+    "answers",
+    "cutoff",
+    "split",
+    "orphans",
+    "datacut",
+    "delay",
+)
 START_KINDS = ("badstart", "slowstart", "stuckstart")
 KINDS = (*WORKER_KINDS, *NODE_KINDS, *NETWORK_KINDS, *START_KINDS, "health")
 ENDING_KINDS = ("drain", "bug")
@@ -88,6 +98,7 @@ def _one(rng: Random, kind: str, at_s: float, num_nodes: int, triggered: float) 
         "answers": [1.0, 8.0, 15.0, 40.0],
         "cutoff": [1.0, 8.0, 15.0, 40.0, 100.0],
         "split": [5.0, 15.0, 40.0, 100.0],
+        "orphans": [15.0, 40.0, 100.0],
         "datacut": [1.0, 10.0, 60.0],
         "delay": [5.0, 20.0, 60.0],
         "badstart": [10.0, 60.0],
@@ -157,7 +168,7 @@ def settings(seed: int, num_nodes: int) -> Settings:
     min_nodes = rng.randint(1, max(1, max_nodes // 2))
     checkpoints = rng.random() < 0.4
     config = Config(
-        min_world_size=rng.choice([1, 1, 2]) if max_nodes * slots[0] > 1 else 1,
+        min_world_size=rng.choice([1, 1, 2]) if max_nodes > 1 else 1,
         num_spares=rng.choice([0, 1, 1]),
         replace=rng.random() < 0.85,
         max_deaths_per_slot=rng.choice([3, 6, 10]),

@@ -273,6 +273,13 @@ class Strikes:
         self._cut_off(fault, names)
         self._cut_apart(fault, names)
 
+    def _orphans(self, fault: Fault) -> None:
+        """The nodes of the current generation lose the store, all of them; the others do not."""
+        published = self._cluster.store.published
+        if published is not None:
+            names = {member.slot.node for member in published.plan.members}
+            self._cut_off(fault, sorted(names))
+
     def _datacut(self, fault: Fault) -> None:
         hosts = self._cluster.hosts
         a, b = hosts[fault.node % len(hosts)].name, hosts[fault.arg % len(hosts)].name
