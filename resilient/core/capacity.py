@@ -43,7 +43,7 @@ def slots_of(state: State, node: str) -> Iterator[Slot]:
 def standby_nodes(state: State) -> list[Standby]:
     """The nodes without a rank, those that hold the newest state first, then by name."""
     plan = state.plan
-    if plan is None or len(state.nodes) <= 1:
+    if plan is None:
         return []
     nodes = [node for node in state.nodes if not plan.ranks_on(node)]
     if not nodes:

@@ -106,6 +106,8 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
     ranks = _ranks_on(move, node)
     inside = 0
     for report in event.workers:
+        if report.step > move.state.committed_step:  # which nobody who is left had told of
+            move.set(num_barren=0)
         move.know(report.step)
         known = extra_of(report)
         move.own_extras()[report.worker] = replace(
@@ -549,11 +551,11 @@ TABLE: dict[type[Any], dict[Phase, Handler]] = {
     ev.WorkerStepped: _row(
         _no,          _stepped,     _stepped,     _stepped,     _stepped,     _no),
     ev.WorkerFinished: _row(
-        _no,          _finished,    _finished,    _no,          _finished,    _no),
+        _finished,    _finished,    _finished,    _finished,    _finished,    _no),
     ev.WorkerInterrupted: _row(
-        _no,          _interrupted, _interrupted, _no,          _interrupted, _no),
+        _interrupted, _interrupted, _interrupted, _interrupted, _interrupted, _no),
     ev.WorkerFailed: _row(
-        _no,          _failed,      _failed,      _no,          _failed,      _no),
+        _failed,      _failed,      _failed,      _failed,      _failed,      _no),
     ev.WorkerExited: _row(
         _exited_forming, _exited,   _exited,      _exited,      _exited,      _exited_closed),
     ev.WorkersHung: _row(

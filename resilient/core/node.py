@@ -449,8 +449,8 @@ def _enter_if_due(state: NodeState, now_s: float) -> _Result:
 def _ordered(state: NodeState, change: ch.Ordered, now_s: float) -> _Result:
     if change.term < state.leader_term or (change.term, change.number) <= state.last_order:
         return state, [], ""
-    mine = change.incarnations.get(state.config.node)
-    if mine is None or mine != state.incarnation:
+    meant = change.incarnations.get(state.config.node)
+    if meant is None or meant != state.incarnation:
         return state, [], "none of this node's"
     state = replace(state, last_order=(change.term, change.number))
     effects: list[NodeEffect] = []

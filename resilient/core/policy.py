@@ -165,7 +165,9 @@ class Membership:
         return count(self.filled) + count(self.waiting)
 
 
-def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership:
+def choose_members(
+    state: State, *, give_up_waiting: bool = False, replace_dead: bool | None = None
+) -> Membership:
     """Fills the slots of the last plan with living workers.
 
     A survivor keeps its slot and, unless the world shrinks below it, its rank. A dead one's slot
@@ -175,6 +177,7 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
 
     Args:
         give_up_waiting: drop the slots that have no ready worker (the rendezvous timed out).
+        replace_dead: default: as the user wants it, while there are enough ranks without.
     """
     assert state.plan is not None
     plan, roster = state.plan, state.roster
@@ -184,7 +187,9 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     filled = well & roster.waiting
     waiting = well & ~filled
     holes = full(plan.world_size) & ~dropped & ~well
-    if not state.config.replace and state.phase is not Phase.FORMING:
+    config = state.config
+    replaces = replace_dead or config.replace or state.phase is Phase.FORMING
+    if not replaces:
         dropped, holes = dropped | holes, 0
 
     slots = [(rank, plan.members[rank].slot) for rank in iterate(holes)]
@@ -205,9 +210,10 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     if give_up_waiting:
         dropped, waiting, to_start = dropped | waiting, 0, []
     num_nodes = num_nodes_left(state, dropped)
-    config = state.config
     few = count(filled | waiting) < config.min_world_size or num_nodes < config.min_nodes
-    room = config.max_nodes - num_nodes if config.replace or few else 0
+    if few and not replaces and state.may_grow:
+        return choose_members(state, give_up_waiting=give_up_waiting, replace_dead=True)
+    room = config.max_nodes - num_nodes if replaces else 0
     standby = standby_nodes(state) if room > 0 else []
     ready = [one for one in standby if one.ready][:room]
     late_nodes = [one for one in standby if not one.ready][: room - len(ready)]

@@ -307,7 +307,7 @@ def _advance_collecting(move: Move) -> None:
 
 def _try_plan(move: Move) -> None:
     """Publishes the next plan when every slot has a ready worker, or the wait for it is over."""
-    late = move.expired and move.state.quorum_by_s is None
+    late = move.expired and move.now_s >= (move.state.quorum_by_s or move.now_s)
     if late:  # whoever was late once already is stuck, and would be waited for each time
         extras = move.state.extras.items()
         stuck = [w for w, known in extras if known.status is Status.STARTING and known.slot is None]
@@ -364,12 +364,11 @@ def _is_quorum(move: Move, chosen: Membership, late: bool) -> bool:
         if state.quorum_by_s is not None:
             _wait_for_workers(move)
         return True
+    if late and state.may_grow:  # those that were to come in are stuck, and count as dead
+        starting = [w for w, k in state.extras.items() if k.status is Status.STARTING]
+        kill_late(move, sorted(starting), "not at the decorator in time")
     more_nodes, more_slots = chosen.coming
     if size + more_slots >= least and num_nodes + more_nodes >= config.min_nodes:
-        if late:  # those that were to come in are stuck, and count as dead
-            starting = state.extras.items()
-            slow = [w for w, k in starting if k.status is Status.STARTING and k.slot is not None]
-            kill_late(move, sorted(slow), "not at the decorator in time")
         if late or state.quorum_by_s is not None:
             _wait_for_workers(move)
         staff(move, needed=True)
@@ -397,7 +396,7 @@ def _may_hold_more(move: Move, cut: Cut | None) -> bool:
     if cut is not None and cut.step >= state.committed_step:
         return False
     leaving = any(k.status in INSIDE and not k.killed for k in state.extras.values())
-    if leaving and not (move.expired and state.quorum_by_s is None):
+    if leaving and not move.expired:
         return True
     return cut is None and bool(state.away) and _wait_for_orphans(move)
 
