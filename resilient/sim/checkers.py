@@ -221,7 +221,7 @@ class Checks:
         """The last copy of the state is not killed while it is well."""
         if self._ending or process.stage not in ("ready", "finished") or process.doomed:
             return
-        if not self.plans or process.stuck:
+        if not self.plans or process.stuck or (process.slot in self.cluster.excluded):
             return
         base = self.bases[max(self.plans)]
         steps = self.cluster.contents.steps

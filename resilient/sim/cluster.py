@@ -112,7 +112,6 @@ class Cluster:
         self.bug: tuple[int, int] | None = None
         self.asked_to_drain = False
         self.starts_were_bad = False
-        self.was_ready = False
         self.excluded: frozenset[Slot] = frozenset()
         self.slowness = 1.0
         self.bad_starts: Counter[tuple[str, int]] = Counter()

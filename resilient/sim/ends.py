@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from resilient.core import changes as ch
+from resilient.core import events as ev
 from resilient.core.model import Outcome
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class Ends:
         self._lack_since_s: float | None = 0.0
         self._published_s = 0.0
         self._gone_s: dict[str, float] = {}
+        self._is_decorated = False
+        self._ended_as_script = False
         self._stepped: list[World | None] = []  # of each generation, in order
 
     def on_change(self, change: ch.Change) -> None:
@@ -39,6 +42,11 @@ class Ends:
         elif isinstance(change, ch.Published):
             self._published_s = self.cluster.timeline.now_s
             self._stepped.append(None)
+        elif isinstance(change, ch.Reported):
+            self._is_decorated = self._is_decorated or isinstance(change.event, ev.WorkerReady)
+        elif isinstance(change, ch.Ordered) and not self._is_decorated:
+            terminates = any(isinstance(one, ev.TerminateWorker) for one in change.effects)
+            self._ended_as_script = self._ended_as_script or terminates
 
     def on_step(self, world: World) -> None:
         if self._stepped:
@@ -96,8 +104,8 @@ class Ends:
         return self.cluster.asked_to_drain
 
     def _none_was_ready(self) -> bool:
-        """Nobody knew yet that the script is decorated: it is run as any other."""
-        return not self.cluster.was_ready
+        """Nobody had told yet that the script is decorated: it was ended as any other."""
+        return self._ended_as_script or not self._is_decorated
 
     def _has_failed(self) -> bool:
         return max(Counter(self.raised).values(), default=0) >= 2

@@ -97,7 +97,6 @@ class Process:
     def _ready(self) -> None:
         if self.stage == "starting" and not self.doomed:
             self.stage = "ready"
-            self.cluster.was_ready = True
             self.persisted = self.cluster.newest_on_disk()
             self.say(ev.WorkerReady(self.worker, self.persisted))
 
