@@ -154,6 +154,7 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
             away=state.away | (ranks & roster.alive),
             silent=state.silent | (ranks & roster.inside),
             orphans_until_s=move.now_s + config.orphan_timeout_s + config.kill_timeout_s,
+            away_until_s=move.now_s + config.orphan_timeout_s + config.quorum_timeout_s,
         )
     move.set(roster=replace(roster, lost=roster.lost | ranks))
     extras = [w for w in move.state.extras if w.node == node]

@@ -469,6 +469,7 @@ class State:
         away: ranks whose node's lease ended while they lived: they may come back with their state.
         silent: of them, those that were inside: they may still train.
         orphans_until_s: when they do so no longer, whatever has become of them.
+        away_until_s: how long nobody else's state is waited for, where there is none here.
         quorum_by_s: while there are too few nodes: when that ends the job.
         last_call_over: at the start, nodes beyond the minimum have had their time to come.
         usual_step_s: measured pace, for bounds that scale with it; None before it is known.
@@ -502,6 +503,7 @@ class State:
     away: Ranks = field(default=0, repr=False)
     silent: Ranks = field(default=0, repr=False)
     orphans_until_s: float | None = None
+    away_until_s: float | None = None
     quorum_by_s: float | None = None
     last_call_over: bool = False
     stepped: bool = False  # the current generation has committed a step

@@ -249,7 +249,8 @@ class EnterGeneration:
 
 @dataclass(frozen=True)
 class Fence:
-    """Have this node's workers leave the generation, keep their state, and persist nothing."""
+    """Have this node's workers leave the generation and any older one, keep their state, and
+    persist nothing."""
 
     generation: int
     reason: str
@@ -592,8 +593,8 @@ def _inside(state: NodeState) -> list[Worker]:
 
 
 def _generation_inside(state: NodeState) -> int | None:
-    inside = _inside(state)
-    return state.workers[inside[0]].generation if inside else None
+    """The newest one that a worker is in: one that does not die may be in an older one."""
+    return max((state.workers[worker].generation for worker in _inside(state)), default=None)
 
 
 def _is_alone(state: NodeState) -> bool:

@@ -68,6 +68,7 @@ def archive(state: State) -> State:
         silent=0,
         quorum_by_s=None,
         orphans_until_s=None,
+        away_until_s=None,
     )
 
 

@@ -398,17 +398,18 @@ def _may_hold_more(move: Move, cut: Cut | None) -> bool:
     leaving = any(k.status in INSIDE and not k.killed for k in state.extras.values())
     if leaving and not move.expired:
         return True
-    return cut is None and bool(state.away) and _wait_for_orphans(move)
+    if cut is not None or not state.away:
+        return False
+    return _wait_until(move, state.away_until_s, "only nodes that are away may hold the state")
 
 
-def _wait_for_orphans(move: Move) -> bool:
-    """Waits until nodes that were cut off have stopped or come back; False: that is over."""
-    until_s = move.state.orphans_until_s
+def _wait_until(move: Move, until_s: float | None, why: str) -> bool:
+    """Waits for nodes that were cut off; False: that is over."""
     if until_s is None or move.now_s >= until_s:
         return False
     if move.state.deadline_s != until_s:
         move.set(deadline_s=until_s)
-        move.why("nobody of the last generation can be asked: waiting until it has stopped")
+        move.why(f"{why}: waiting")
     return True
 
 
@@ -422,7 +423,8 @@ def _may_train_elsewhere(move: Move) -> bool:
     assert state.plan is not None
     if full(state.plan.world_size) & ~state.silent or state.plan.num_nodes == 1:
         return False
-    return _wait_for_orphans(move)
+    why = "nobody of the last generation can be asked, and it may still train"
+    return _wait_until(move, state.orphans_until_s, why)
 
 
 def _publish(move: Move, plan: Plan) -> None:
@@ -438,6 +440,7 @@ def _publish(move: Move, plan: Plan) -> None:
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
     move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
     move.set(away=0, silent=0, orphans_until_s=None, quorum_by_s=None)
+    move.set(away_until_s=None)
     _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)
