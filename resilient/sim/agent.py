@@ -520,7 +520,7 @@ class Agent:
         now_s = self.host.clock_s
         decision = leader.step(self.leader, event, now_s)
         self.leader = decision.state
-        self.cluster.checks.on_leader_decision(self, decision, now_s)
+        self.cluster.checks.on_leader_decision(self, event, decision, now_s)
         self._leader_wake_s = decision.wake_s
         if decision.wake_s is not None and (
             self._leader_timer_s is None or decision.wake_s < self._leader_timer_s

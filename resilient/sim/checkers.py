@@ -49,7 +49,7 @@ class Checks:
         self._excluded: frozenset[Slot] = frozenset()
         self._workers: set[Worker] = set()
         self._arrived_s: dict[str, float] = {}
-        self._ending = False
+        self.is_ending = False
         self.num_tolerated = 0  # steps of machines that had just thawed
 
     def fail(self, checker: str, text: str) -> NoReturn:
@@ -127,7 +127,7 @@ class Checks:
         for member in plan.members:
             process = self.cluster.processes[member.worker]
             held = [steps[content] for content in self.valid_copies(process, base)]
-            held += [process.persisted] if process.persisted is not None else []
+            held += [process.told_persisted] if process.told_persisted is not None else []
             newest = max([newest, *held, self.cluster.newest_on_disk() or -1])
             if process.stage != "gone":
                 surest = max([surest, *held])
@@ -219,7 +219,7 @@ class Checks:
 
     def on_kill(self, process: Process, reason: str) -> None:
         """The last copy of the state is not killed while it is well."""
-        if self._ending or process.stage not in ("ready", "finished") or process.doomed:
+        if self.is_ending or process.stage not in ("ready", "finished") or process.doomed:
             return
         if not self.plans or process.stuck or (process.slot in self.cluster.excluded):
             return
@@ -239,23 +239,33 @@ class Checks:
         )
 
     def on_leader_decision(
-        self, agent: Agent, decision: leader.LeaderDecision, now_s: float
+        self,
+        agent: Agent,
+        event: leader.LeaderEvent,
+        decision: leader.LeaderDecision,
+        now_s: float,
     ) -> None:
+        woken = isinstance(event, leader.TimePassed)
         self.ensure(
-            decision.wake_s is None or decision.wake_s > now_s,
+            decision.wake_s is None or decision.wake_s > now_s or not woken,
             "no spinning",
             f"leader {agent.name}: wake at {decision.wake_s}, it is {now_s}: {decision.reason}",
         )
-        for event, inner in decision.decisions:
+        for cause, inner in decision.decisions:
             state = inner.state
+            self.ensure(
+                inner.wake_s is None or inner.wake_s > now_s,
+                "no spinning",
+                f"coordinator: wake at {inner.wake_s}, it is {now_s}: {inner.reason}",
+            )
             if state.outcome is not None:
-                self._ending = True
+                self.is_ending = True
             if state.finished:
                 continue
             self.ensure(
                 inner.wake_s is not None or state.phase not in (Phase.STOPPING, Phase.COLLECTING),
                 "bounds",
-                f"{state.phase.value} without a bound after {self.cluster.show(event)}",
+                f"{state.phase.value} without a bound after {self.cluster.show(cause)}",
             )
             said = inner.reason.split("; ")
             self.ensure(len(set(said)) == len(said), "reasons", f"said twice: {inner.reason}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from resilient.core import changes as ch
 from resilient.core import events as ev
-from resilient.core.model import Outcome
+from resilient.core.model import Outcome, Worker
 
 if TYPE_CHECKING:
     from resilient.sim.checkers import Checks
@@ -33,6 +33,7 @@ class Ends:
         self._gone_s: dict[str, float] = {}
         self._is_decorated = False
         self._ended_as_script = False
+        self._to_be_killed: set[Worker] = set()  # each had its time to come out
         self._stepped: list[World | None] = []  # of each generation, in order
 
     def on_change(self, change: ch.Change) -> None:
@@ -44,9 +45,12 @@ class Ends:
             self._stepped.append(None)
         elif isinstance(change, ch.Reported):
             self._is_decorated = self._is_decorated or isinstance(change.event, ev.WorkerReady)
-        elif isinstance(change, ch.Ordered) and not self._is_decorated:
+        elif isinstance(change, ch.Ordered):
+            kills = [one.worker for one in change.effects if isinstance(one, ev.KillWorker)]
+            if not self.checks.is_ending:
+                self._to_be_killed.update(kills)
             terminates = any(isinstance(one, ev.TerminateWorker) for one in change.effects)
-            self._ended_as_script = self._ended_as_script or terminates
+            self._ended_as_script |= terminates and not self._is_decorated
 
     def on_step(self, world: World) -> None:
         if self._stepped:
@@ -137,6 +141,8 @@ class Ends:
         )
         for worker, process in self.cluster.living():
             if process.stuck or process.doomed or not process.agent.runs:
+                continue
+            if worker in self._to_be_killed or process.slot in self.cluster.excluded:
                 continue
             gone_s = self._gone_s.get(worker.node)
             if worker.node not in self.cluster.store.leases and (

@@ -58,6 +58,7 @@ class Process:
         self.error: ErrorInfo | None = None
         self.step = 0
         self.persisted: int | None = None
+        self.told_persisted: int | None = None
         self.progress_s = self.cluster.timeline.now_s
         self._next_plan: Plan | None = None
         self._stepped = -1
@@ -89,6 +90,9 @@ class Process:
         self.agent.host.later(delay_s, act)
 
     def say(self, event: ev.Event) -> None:
+        told = getattr(event, "persisted_step", None)
+        if told is not None and self.agent.runs:
+            self.told_persisted = told
         self.agent.see(event)
 
     def start(self, delay_s: float) -> None:
