@@ -75,7 +75,7 @@ class Finished(Message, frozen=True):
 
 
 class Persisted(Message, frozen=True):
-    """Answer to Persist; step None: it failed, see note."""
+    """Answer to Persist and Look; step None: nothing is complete on disk, or see note."""
 
     step: int | None
     note: str = ""
@@ -124,6 +124,10 @@ class Persist(Message, frozen=True):
     step: int
 
 
+class Look(Message, frozen=True):
+    """Say Persisted with the newest step that is complete on disk."""
+
+
 class Close(Message, frozen=True):
     """Every rank has finished: return from main()."""
 
@@ -138,7 +142,7 @@ class Stop(Message, frozen=True):
 FromWorker = Union[
     Ready, Joined, Restored, Stepped, Interrupted, Failed, Finished, Persisted, DrainRequest
 ]
-FromAgent = Union[Start, Abort, Persist, Close, Stop]
+FromAgent = Union[Start, Abort, Persist, Look, Close, Stop]
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(FromWorker)

@@ -106,6 +106,7 @@ class Agent:
             ev.KillWorker: self._kill,
             ev.ExcludeSlot: lambda effect: None,
             ev.Persist: self._persist,
+            ev.Look: lambda effect: self._send(effect.worker, wire.Look()),
             ev.Close: self._close,
             ev.Stop: self._stop,
             ev.Finish: self._finish,

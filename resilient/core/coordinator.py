@@ -116,6 +116,7 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
         if report.status is Status.READY and move.state.phase is Phase.FORMING:
             move.set(decorated=True)
         if move.current(known.generation):
+            move.set(unsure=False)
             if known.status in INSIDE:
                 inside |= _rank_bit(move, report.worker)
             if _is_beyond_cut(move, report.step):
@@ -156,6 +157,8 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
             orphans_until_s=move.now_s + config.orphan_timeout_s + config.kill_timeout_s,
             away_until_s=move.now_s + config.orphan_timeout_s + config.quorum_timeout_s,
         )
+    if lost:
+        move.set(look_due=True)
     move.set(roster=replace(roster, lost=roster.lost | ranks))
     extras = [w for w in move.state.extras if w.node == node]
     move.drop([*lost, *extras])
@@ -189,6 +192,8 @@ def _pace(move: Move, event: ev.PaceMeasured) -> None:
 
 def _persisted(move: Move, event: ev.Persisted) -> None:
     move.know(persisted_step=event.step)
+    if move.state.looking == event.worker:
+        move.set(looking=None, look_due=False)
     if move.state.persisting == event.worker:
         move.set(persisting=None)
         assert move.state.outcome is not None

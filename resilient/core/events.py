@@ -193,7 +193,7 @@ class HealthCheckFailed:
 
 @dataclass(frozen=True)
 class Persisted:
-    """Answer to Persist. step: what is complete on disk; None: it failed, see note."""
+    """Answer to Persist and to Look. step: what is complete on disk; None: nothing, or see note."""
 
     worker: Worker
     step: int | None
@@ -334,6 +334,13 @@ class Persist:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Have this waiting worker look which step is complete on disk, and say Persisted."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
 class Close:
     """Tell these workers that every rank has finished: `main()` returns."""
 
@@ -370,6 +377,7 @@ Effect = (
     | KillWorker
     | ExcludeSlot
     | Persist
+    | Look
     | Close
     | Stop
     | Finish

@@ -294,7 +294,7 @@ def _node_gone(turn: _Turn, change: ch.NodeGone) -> None:
 def _nodes_of(effect: ev.Effect) -> set[str]:
     """The nodes whose workers the effect is about."""
     match effect:
-        case ev.StartWorker() | ev.KillWorker() | ev.TerminateWorker() | ev.Persist():
+        case ev.StartWorker() | ev.KillWorker() | ev.TerminateWorker() | ev.Persist() | ev.Look():
             return {effect.worker.node}
         case ev.AbortGeneration() | ev.DumpStacks() | ev.Close() | ev.Stop():
             return {worker.node for worker in effect.workers}

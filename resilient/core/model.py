@@ -468,6 +468,9 @@ class State:
         began_s: when the current generation was published.
         away: ranks whose node's lease ended while they lived: they may come back with their state.
         silent: of them, those that were inside: they may still train.
+        look_due: ranks were lost with their nodes, and nobody has told what they left on disk.
+        unsure: nobody is left who could tell whether the last generation committed a step.
+        looking: the worker that was asked to look there.
         orphans_until_s: when they do so no longer, whatever has become of them.
         away_until_s: how long nobody else's state is waited for, where there is none here.
         quorum_by_s: while there are too few nodes: when that ends the job.
@@ -502,6 +505,9 @@ class State:
     began_s: float = 0.0
     away: Ranks = field(default=0, repr=False)
     silent: Ranks = field(default=0, repr=False)
+    look_due: bool = False
+    unsure: bool = False
+    looking: Worker | None = None
     orphans_until_s: float | None = None
     away_until_s: float | None = None
     quorum_by_s: float | None = None

@@ -476,7 +476,7 @@ def _own_part(state: NodeState, effect: ev.Effect) -> ev.Effect | None:
     """What of the effect concerns this node."""
     node = state.config.node
     match effect:
-        case ev.StartWorker() | ev.KillWorker() | ev.TerminateWorker() | ev.Persist():
+        case ev.StartWorker() | ev.KillWorker() | ev.TerminateWorker() | ev.Persist() | ev.Look():
             return effect if effect.worker.node == node else None
         case ev.AbortGeneration() | ev.DumpStacks() | ev.Close() | ev.Stop():
             workers = tuple(worker for worker in effect.workers if worker.node == node)

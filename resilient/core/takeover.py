@@ -65,6 +65,9 @@ def archive(state: State) -> State:
         drain_by_s=None,
         began_s=0.0,
         away=0,
+        look_due=False,
+        unsure=False,
+        looking=None,
         silent=0,
         quorum_by_s=None,
         orphans_until_s=None,
@@ -110,9 +113,16 @@ def resume(
             state,
             phase=Phase.RESTORING if forming else Phase.RUNNING,
             roster=roster,
-            extras=_extras(plan, reports),
             stepped=any(_has_stepped(plan, report) for report in reports.values()),
         )
+        extras = _extras(plan, reports)
+        move = Move(state, now_s)
+        for worker, known in extras.items():
+            extras[worker] = replace(known, holdings=move.usable(known.holdings, known.generation))
+        state = replace(state, extras=extras)
+        if not any(member.slot.node in same for member in plan.members):
+            # Nobody is left who could say whether they made a step.
+            state = replace(state, stepped=True, unsure=True)
     came = [here[node] for node in sorted(here) if node not in same]
     left = [
         ev.NodeLeft(node, "gone before this leader came", state.incarnations.get(node, 0), False)

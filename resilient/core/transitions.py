@@ -322,7 +322,7 @@ def _try_plan(move: Move) -> None:
         committed_step=state.committed_step,
         persisted_step=state.persisted_step,
     )
-    if _may_hold_more(move, cut):
+    if _looks_at_disk(move, chosen, cut) or _may_hold_more(move, cut):
         return
     # A job that persists may learn of a checkpoint from a worker that is still to come.
     if cut is None and not (chosen.waiting and state.config.persists):
@@ -393,14 +393,38 @@ def _may_hold_more(move: Move, cut: Cut | None) -> bool:
     are back and still on their way out of their generation, or, where there is no other copy at
     all, such as are still away."""
     state = move.state
-    if cut is not None and cut.step >= state.committed_step:
+    if cut is not None and cut.step >= state.committed_step and not _is_unsure(move, cut):
         return False
     leaving = any(k.status in INSIDE and not k.killed for k in state.extras.values())
     if leaving and not move.expired:
         return True
-    if cut is not None or not state.away:
+    if not state.away or (cut is not None and not _is_unsure(move, cut)):
         return False
     return _wait_until(move, state.away_until_s, "only nodes that are away may hold the state")
+
+
+def _is_unsure(move: Move, cut: Cut) -> bool:
+    """Whether a start from nothing may throw steps away that nobody here knows of."""
+    return move.state.unsure and cut.kind is CutKind.INITIAL
+
+
+def _looks_at_disk(move: Move, chosen: Membership, cut: Cut | None) -> bool:
+    """Whether somebody is to say first what is on disk: ranks that were lost with their nodes may
+    have left a newer step there than anybody has told of."""
+    state = move.state
+    newest = cut is not None and cut.kind is CutKind.MEMORY and cut.step >= state.committed_step
+    if not state.look_due or not state.config.persists or newest or move.expired:
+        return False
+    if state.looking is not None and move.worker(state.looking) is not None:
+        return True
+    ready = [chosen.substitutes[rank] for rank in sorted(chosen.substitutes)]
+    ready = ready or move.workers(chosen.filled)[:1]
+    if not ready:
+        return False
+    move.set(looking=ready[0])
+    move.do(ev.Look(ready[0]))
+    move.why("looking for what is on disk")
+    return True
 
 
 def _wait_until(move: Move, until_s: float | None, why: str) -> bool:
@@ -440,7 +464,7 @@ def _publish(move: Move, plan: Plan) -> None:
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
     move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
     move.set(away=0, silent=0, orphans_until_s=None, quorum_by_s=None)
-    move.set(away_until_s=None)
+    move.set(away_until_s=None, look_due=False, looking=None, unsure=False)
     _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)

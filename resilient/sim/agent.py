@@ -252,6 +252,8 @@ class Agent:
             case ev.Persist(worker, step):
                 self.cluster.checks.on_persist(self)
                 self._with(worker, lambda process: process.persist(step))
+            case ev.Look(worker):
+                self._with(worker, lambda process: process.look())
             case ev.Close(workers):
                 self._let_go(workers, 0)
             case ev.Stop(workers):

@@ -84,7 +84,7 @@ class Ends:
             Outcome.DRAINED: self._is_drained,
             Outcome.TRAIN_FUNCTION_FAILED: self._has_failed,
             Outcome.UNRECOVERABLE: self._is_unrecoverable,
-            Outcome.SCRIPT_FAILED: self._none_was_ready,
+            Outcome.SCRIPT_FAILED: self._failed_as_script,
             Outcome.SIGNALLED: self._none_was_ready,
         }
         if outcome is None or outcome not in why or not why[outcome]():
@@ -111,6 +111,10 @@ class Ends:
         """Nobody had told yet that the script is decorated: it was ended as any other."""
         return self._ended_as_script or not self._is_decorated
 
+    def _failed_as_script(self) -> bool:
+        """Not known to be decorated yet, or trained to the end and failed after it."""
+        return self._none_was_ready() or self._is_done()
+
     def _has_failed(self) -> bool:
         return max(Counter(self.raised).values(), default=0) >= 2
 
@@ -130,7 +134,8 @@ class Ends:
         return self._all_copies_are_lost() or self._too_few_slots()
 
     def _all_copies_are_lost(self) -> bool:
-        """A node that is cut off may come back with its copies: it is waited for."""
+        """A node that was cut off after the last plan may come back with its copies: it is waited
+        for."""
         plans = self.checks.plans
         if not plans or not any(self._stepped):
             return False
@@ -144,22 +149,22 @@ class Ends:
                 continue
             if worker in self._to_be_killed or process.slot in self.cluster.excluded:
                 continue
-            gone_s = self._gone_s.get(worker.node)
-            if worker.node not in self.cluster.store.leases and (
-                gone_s is None or now_s - gone_s >= patience_s - SLACK_S
-            ):
+            gone_s = self._gone_s.get(worker.node, -1.0)
+            is_given_up = gone_s < self._published_s or now_s - gone_s >= patience_s - SLACK_S
+            if worker.node not in self.cluster.store.leases and is_given_up:
                 continue
             if self.checks.valid_copies(process, base):
                 return False
         return self.cluster.newest_on_disk() is None
 
     def _too_few_slots(self) -> bool:
-        """Of those that are not excluded, by what the last leader says of exclusions."""
-        leading = self.cluster.leading()
-        job = leading.leader.job if leading is not None and leading.leader is not None else None
-        excluded = job.excluded if job is not None else self.cluster.excluded
-        left = 0
-        for host in self.cluster.hosts:
-            for local_rank in range(host.num_slots):
-                left += (host.name, local_rank) not in excluded
-        return left < max(self.cluster.settings.config.min_world_size, 1)
+        """Of those that are not excluded, and have no process that cannot be ended."""
+        barred = set(self.cluster.excluded)
+        barred.update(p.slot for _, p in self.cluster.living() if p.unkillable and p.slot)
+        left = [
+            sum((host.name, rank) not in barred for rank in range(host.num_slots))
+            for host in self.cluster.hosts
+        ]
+        config = self.cluster.settings.config
+        most = sum(sorted(left)[-config.max_nodes :])
+        return most < config.min_world_size or sum(slots > 0 for slots in left) < config.min_nodes

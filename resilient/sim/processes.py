@@ -281,6 +281,13 @@ class Process:
 
     # ------------------------------------------------------------ the disk
 
+    def look(self) -> None:
+        def done() -> None:
+            self.persisted = self.cluster.newest_on_disk()
+            self.say(ev.Persisted(self.worker, self.persisted))
+
+        self.later(self.cluster.rng.uniform(0.002, 0.05), done)
+
     def persist(self, step: int) -> None:
         rng = self.cluster.rng
         content = self.copy_at(step)

@@ -37,7 +37,7 @@ _PROVOKE_EVERY = 64
 _AGENT_LOST_EXIT_CODE = 70
 _RECEIVE_BYTES = 256 * 1024
 
-Order = wire.Start | wire.Close | wire.Stop | wire.Persist
+Order = wire.Start | wire.Close | wire.Stop | wire.Persist | wire.Look
 
 
 class AgentLink:

@@ -178,6 +178,9 @@ class _Worker:
                 self._enter(order, predecessor)
             elif isinstance(order, wire.Persist):
                 self._persist(order)
+            elif isinstance(order, wire.Look):
+                self._look_at_disk()
+                link.send(wire.Persisted(self._persisted_step()))
             else:
                 link.page.act(Activity.STARTING)  # from here on, as long as the script likes
                 groups.leave()

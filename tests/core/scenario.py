@@ -94,6 +94,8 @@ def show_effect(effect: ev.Effect) -> str:
             return f"kill {show_worker(worker)}"
         case ev.ExcludeSlot(slot, _):
             return f"exclude {show_slot(slot)}"
+        case ev.Look(worker):
+            return f"look {show_worker(worker)}"
         case ev.Persist(worker, step):
             return f"persist {show_worker(worker)} {step}"
         case ev.Close(workers):

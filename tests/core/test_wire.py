@@ -48,6 +48,7 @@ FROM_AGENT: list[wire.Message] = [
     wire.Start(1, 2, 2, 4, "127.0.0.1", 29500, CUT, {"RANK": "2"}, 6, ("kill:rank=2,step=40",)),
     wire.Abort(1, "rank 2 was killed by signal 9"),
     wire.Persist(40),
+    wire.Look(),
     wire.Close(),
     wire.Stop(70, "no copy is left"),
 ]
@@ -155,6 +156,7 @@ EFFECTS: list[ev.Effect] = [
     ev.KillWorker(Worker("n0", 0), "why"),
     ev.ExcludeSlot(Slot("n0", 0), "why"),
     ev.Persist(Worker("n0", 0), 40),
+    ev.Look(Worker("n0", 0)),
     ev.Close((Worker("n0", 0),)),
     ev.Stop((Worker("n0", 0),), Outcome.DRAINED, "why"),
     ev.Finish(Outcome.TRAIN_FUNCTION_FAILED, CAUSE, "why"),
