@@ -49,7 +49,8 @@ class Checks:
         self._excluded: frozenset[Slot] = frozenset()
         self._workers: set[Worker] = set()
         self._arrived_s: dict[str, float] = {}
-        self.is_ending = False
+        self.is_ending = False  # a leader has decided how the job ends
+        self.disk_at_end: int | None = None
         self.num_tolerated = 0  # steps of machines that had just thawed
 
     def fail(self, checker: str, text: str) -> NoReturn:
@@ -258,8 +259,9 @@ class Checks:
                 "no spinning",
                 f"coordinator: wake at {inner.wake_s}, it is {now_s}: {inner.reason}",
             )
-            if state.outcome is not None:
+            if state.outcome is not None and not self.is_ending:
                 self.is_ending = True
+                self.disk_at_end = self.cluster.newest_on_disk()
             if state.finished:
                 continue
             self.ensure(

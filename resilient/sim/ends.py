@@ -155,7 +155,7 @@ class Ends:
                 continue
             if self.checks.valid_copies(process, base):
                 return False
-        return self.cluster.newest_on_disk() is None
+        return self.checks.disk_at_end is None
 
     def _too_few_slots(self) -> bool:
         """Of those that are not excluded, and have no process that cannot be ended."""
