@@ -8,67 +8,21 @@ same two functions, with sockets in place of a timeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from resilient.core import changes as ch
 from resilient.core import events as ev
 from resilient.core import leader, node
 from resilient.core.model import Plan, Worker
 from resilient.sim import store as st
+from resilient.sim.link import Watch, call
 from resilient.sim.processes import Process
 
 if TYPE_CHECKING:
     from resilient.sim.cluster import Cluster, Host
 
-Answer = TypeVar("Answer")
-Sink = Callable[[Sequence[ch.Change]], None]
-
 RETRY_S = 1.0
 CAMPAIGN_AGAIN_S = 5.0
-
-
-class Watch:
-    """One watcher of the store's stream: a snapshot, then every change in order.
-
-    A link that is cut makes it wait; it goes on where it was, unless `compacted`: then what it has
-    missed is no longer there, and it says so once.
-    """
-
-    def __init__(self, agent: Agent, sink: Sink, lost: Callable[[], None]) -> None:
-        self._agent = agent
-        self._sink = sink
-        self._lost = lost
-        self._position: int | None = None
-        self._scheduled = False
-        self.compacted = False
-        self.is_closed = False
-        self.behind()
-
-    def behind(self) -> None:
-        """There may be something to tell, or a link is there again."""
-        if not self._scheduled and not self.is_closed:
-            self._scheduled = True
-            cluster = self._agent.cluster
-            self._agent.host.later(cluster.network.latency_s(self._agent.name), self._deliver)
-
-    def _deliver(self) -> None:
-        self._scheduled = False
-        cluster = self._agent.cluster
-        if self.is_closed or not self._agent.runs:
-            return
-        network, name = cluster.network, self._agent.name
-        is_new = self._position is None
-        if not network.can_answer(name) or (is_new and not network.can_request(name)):
-            return  # until the cluster says that a link is there again
-        if self.compacted:
-            self.is_closed = True
-            self._lost()
-            return
-        store = cluster.store
-        changes = store.snapshot() if self._position is None else store.log[self._position :]
-        self._position = len(store.log)
-        if changes:
-            self._sink(changes)
 
 
 class Agent:
@@ -173,10 +127,10 @@ class Agent:
                 self._report(reports)
             case node.Advise(event):
                 incarnation, store = self.incarnation or 0, self.cluster.store
-                self._request(lambda: store.advise(self.name, incarnation, event))
+                call(self, lambda: store.advise(self.name, incarnation, event))
             case node.Forget(up_to):
                 incarnation, store = self.incarnation or 0, self.cluster.store
-                self._request(lambda: store.forget(self.name, incarnation, up_to))
+                call(self, lambda: store.forget(self.name, incarnation, up_to))
             case node.Lead(term):
                 self._lead(term)
             case node.StepDown():
@@ -305,62 +259,6 @@ class Agent:
 
     # ------------------------------------------------------------ the store
 
-    def _request(
-        self,
-        do: Callable[[], Answer],
-        answered: Callable[[Answer], None] | None = None,
-        refused: Callable[[st.Refused], None] | None = None,
-        lost: Callable[[], None] | None = None,
-    ) -> None:
-        """One call: there, done, and back, each of which may fail."""
-        cluster, name = self.cluster, self.name
-        sent_s = cluster.timeline.now_s
-        timeout_s = cluster.settings.request_timeout_s
-
-        def give_up() -> None:
-            if lost is not None:
-                self.host.later(
-                    max(0.0, sent_s + timeout_s - cluster.timeline.now_s),
-                    lambda: lost() if self.runs else None,
-                )
-
-        there_s = cluster.network.latency_s(name)
-        if there_s > timeout_s:
-            give_up()
-
-        def arrive() -> None:
-            is_late = there_s > timeout_s
-            if not cluster.network.can_request(name):
-                if not is_late:
-                    give_up()
-                return
-            error: st.Refused | None = None
-            answer: Answer | None = None
-            try:
-                answer = do()
-            except st.Refused as refusal:
-                error = refusal
-            back_s = cluster.network.latency_s(name)
-            if is_late:
-                return
-            if not cluster.network.can_answer(name) or there_s + back_s > timeout_s:
-                give_up()
-                return
-
-            def receive() -> None:
-                if not self.runs:
-                    return
-                if error is None:
-                    if answered is not None:
-                        answered(answer)  # type: ignore[arg-type]
-                    return
-                if refused is not None:
-                    refused(error)
-
-            self.host.later(back_s, receive)
-
-        cluster.timeline.after(there_s, arrive)
-
     def _register(self) -> None:
         if self._is_registering:
             return
@@ -389,8 +287,8 @@ class Agent:
 
         num_slots = self._config.num_slots
         now = self.cluster.timeline
-        self._request(
-            lambda: store.register(self.name, num_slots, now.now_s), answered, refused, again
+        call(
+            self, lambda: store.register(self.name, num_slots, now.now_s), answered, refused, again
         )
 
     def _renew(self, incarnation: int) -> None:
@@ -419,7 +317,7 @@ class Agent:
             if self.incarnation == incarnation:
                 self.feed(node.Renewed(ends_s))
 
-        self._request(keep, answered, lambda error: self._lease_lost(incarnation))
+        call(self, keep, answered, lambda error: self._lease_lost(incarnation))
 
     def _lease_lost(self, incarnation: int) -> None:
         if self.incarnation == incarnation and not self.state.lost_lease:
@@ -445,7 +343,8 @@ class Agent:
                     lambda: elected(term) if self.runs else None,
                 )
 
-        self._request(
+        call(
+            self,
             lambda: cluster.store.campaign(self.name, incarnation, tell),
             elected,
             lambda error: self._refusal(error, incarnation),
@@ -463,7 +362,8 @@ class Agent:
             if self.incarnation == incarnation:
                 self.feed(node.Stored(last))
 
-        self._request(
+        call(
+            self,
             lambda: store.report(self.name, incarnation, reports),
             answered,
             lambda error: self._refusal(error, incarnation),
@@ -473,7 +373,7 @@ class Agent:
         """Best effort; the lease's end does the same."""
         incarnation, term, store = self.incarnation, self._led_term, self.cluster.store
         if incarnation is not None:
-            self._request(lambda: store.resign(self.name, incarnation, term))
+            call(self, lambda: store.resign(self.name, incarnation, term))
 
     def _on_changes(self, changes: Sequence[ch.Change]) -> None:
         for change in changes:
@@ -492,7 +392,7 @@ class Agent:
         """Its workers end, then it says good-bye."""
         incarnation, store = self.incarnation, self.cluster.store
         if incarnation is not None:
-            self._request(lambda: store.leave(self.name, incarnation, certain=True))
+            call(self, lambda: store.leave(self.name, incarnation, certain=True))
         self.die(silent=False)
 
     # ------------------------------------------------------------ leading
@@ -569,7 +469,8 @@ class Agent:
             answer(leader.Refused(str(error)))
             self._refusal(error, incarnation)
 
-        self._request(
+        call(
+            self,
             lambda: store.write(self.name, incarnation, term, record),
             lambda done: answer(leader.Written()),
             refused,
