@@ -113,8 +113,6 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
         move.own_extras()[report.worker] = replace(
             known, holdings=move.usable(known.holdings, known.generation)
         )
-        if report.status is Status.READY and move.state.phase is Phase.FORMING:
-            move.set(decorated=True)
         if move.current(known.generation):
             move.set(unsure=False)
             if known.status in INSIDE:
@@ -122,10 +120,11 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
             if _is_beyond_cut(move, report.step):
                 _count_step(move, report.step)
     move.know(persisted_step=event.persisted_step)
+    move.set(decorated=move.state.decorated or event.decorated)
     roster = move.state.roster
     move.set(
         roster=replace(roster, lost=roster.lost & ~ranks),
-        away=move.state.away & ~ranks,
+        away=move.state.away - {node},
         silent=move.state.silent & ~(ranks & ~inside),  # it says itself who is out of it
     )
     move.why(f"node {node} joined with {event.num_slots} slots")
@@ -149,10 +148,11 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
     lost = move.workers(ranks & roster.alive)
     if move.state.phase is not Phase.CLOSED:
         move.faults(FaultKind.NODE_LOST, lost, move.state.committed_step, note=event.note)
-    if not event.certain and ranks & roster.alive:
+    extras = [w for w in move.state.extras if w.node == node]
+    if not event.certain and (lost or any(_may_hold(state.extras[w]) for w in extras)):
         config = state.config
         move.set(
-            away=state.away | (ranks & roster.alive),
+            away=state.away | {node},
             silent=state.silent | (ranks & roster.inside),
             orphans_until_s=move.now_s + config.orphan_timeout_s + config.kill_timeout_s,
             away_until_s=move.now_s + config.orphan_timeout_s + config.quorum_timeout_s,
@@ -160,7 +160,6 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
     if lost:
         move.set(look_due=True)
     move.set(roster=replace(roster, lost=roster.lost | ranks))
-    extras = [w for w in move.state.extras if w.node == node]
     move.drop([*lost, *extras])
     if not lost:
         return
@@ -169,6 +168,11 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
     elif move.state.phase is Phase.FORMING and not move.state.decorated:
         move.set(root_cause=root_cause(move.state.faults))
         terminate_group(move, 15, f"node {node} is lost")
+
+
+def _may_hold(known: WorkerState) -> bool:
+    """Whether a worker without a rank holds state, or is still to say so."""
+    return bool(known.holdings) or known.status in INSIDE
 
 
 def _rank_bit(move: Move, worker: Worker) -> Ranks:

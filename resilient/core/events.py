@@ -33,7 +33,8 @@ class NodeJoined:
     workers: its inventory. Not empty where a leader takes over, or where a node comes back whose
     lease had ended: those have kept their state. A node that is known in this incarnation already
     has nothing new to say with it. persisted_step: newest complete on disk that one of them has
-    told of. term: of the leader that it was told to.
+    told of. decorated: one of them has reached the decorator. term: of the leader that it was told
+    to.
     """
 
     node: str
@@ -42,6 +43,7 @@ class NodeJoined:
     workers: tuple[WorkerReport, ...] = ()
     term: int = 0
     persisted_step: int | None = None
+    decorated: bool = False
 
 
 @dataclass(frozen=True)

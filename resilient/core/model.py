@@ -466,8 +466,8 @@ class State:
         cuts: (generation, step) that generations resumed from; what an older generation committed
             beyond a later one's step was abandoned. Those that say nothing any more are left out.
         began_s: when the current generation was published.
-        away: ranks whose node's lease ended while they lived: they may come back with their state.
-        silent: of them, those that were inside: they may still train.
+        away: nodes whose lease ended while workers lived there: they may come back with the state.
+        silent: ranks that were inside when their node's lease ended: they may still train.
         look_due: ranks were lost with their nodes, and nobody has told what they left on disk.
         unsure: nobody is left who could tell whether the last generation committed a step.
         looking: the worker that was asked to look there.
@@ -503,7 +503,7 @@ class State:
     cuts: tuple[tuple[int, int], ...] = ()
     usual_step_s: float | None = None
     began_s: float = 0.0
-    away: Ranks = field(default=0, repr=False)
+    away: frozenset[str] = frozenset()
     silent: Ranks = field(default=0, repr=False)
     look_due: bool = False
     unsure: bool = False

@@ -37,6 +37,9 @@ _ADVICE = (ev.PaceMeasured, ev.WorkerSlow, ev.TimePassed)
 _FAULTS = (ev.WorkerExited, ev.WorkerFailed, ev.WorkersHung)
 """Of these, one is enough for a node without a lease to stop."""
 
+_OF_A_LEASE = (ev.StartWorker, ev.KillWorker, ev.TerminateWorker, ev.Persist, ev.Look)
+"""Not done without one: the leader counts this node as gone, or will, and decides anew."""
+
 _OF_THE_NODE = (ev.DrainRequested, ev.HealthCheckFailed)
 """What a new incarnation has to tell again; all else is in its inventory."""
 
@@ -106,6 +109,8 @@ class NodeState:
         kill_s: when those who have not left the fenced generation are killed.
         workers: this node's own, living.
         persisted_step: newest complete on disk that one of them has told of.
+        decorated: one of them has reached the decorator.
+        deferred: orders that came while there was no lease: carried out if it is renewed after all.
     """
 
     config: NodeConfig
@@ -126,6 +131,8 @@ class NodeState:
     kill_s: float | None = None
     workers: Mapping[Worker, WorkerReport] = field(default_factory=dict)
     persisted_step: int | None = None
+    decorated: bool = False
+    deferred: tuple[ev.Effect, ...] = ()
     closed: bool = False
 
 
@@ -340,6 +347,7 @@ def _registered(state: NodeState, event: Registered, now_s: float) -> _Result:
         lease_ends_s=event.ends_s,
         lost_lease=False,
         fenced=False,
+        deferred=(),
         sent_s=None,
         # What the last incarnation reported went with its lease; the inventory says it anew.
         outbox=tuple(
@@ -364,7 +372,11 @@ def _renewed(state: NodeState, event: Renewed, now_s: float) -> _Result:
     state = replace(state, lease_ends_s=max(state.lease_ends_s, event.ends_s))
     if not was_ending or _is_ending(state, now_s):
         return state, [], ""
-    state, effects, _ = _enter_if_due(replace(state, fenced=False), now_s)
+    deferred = state.deferred
+    state, effects, _ = _enter_if_due(replace(state, fenced=False, deferred=()), now_s)
+    for effect in deferred:
+        state, more = _carry_out(state, effect)
+        effects += more
     return state, [Campaign(), *effects], "the lease was renewed after all"
 
 
@@ -458,18 +470,22 @@ def _ordered(state: NodeState, change: ch.Ordered, now_s: float) -> _Result:
     for effect in change.effects:
         if isinstance(effect, ev.AbortGeneration):
             state = _aborted(state, effect.generation, now_s)
-        if isinstance(effect, ev.Persist) and not may_enter(state, now_s):
-            continue
         mine = _own_part(state, effect)
-        if mine is None:
-            continue
-        if isinstance(mine, ev.StartWorker):
-            if mine.worker in state.workers:
-                continue
-            report = WorkerReport(mine.worker, Status.STARTING, mine.slot)
-            state = replace(state, workers={**state.workers, mine.worker: report})
-        effects.append(CarryOut(mine))
+        if mine is not None and isinstance(mine, _OF_A_LEASE) and not may_enter(state, now_s):
+            state = replace(state, deferred=(*state.deferred, mine))
+        elif mine is not None:
+            state, more = _carry_out(state, mine)
+            effects += more
     return state, effects, f"order {change.term}/{change.number}"
+
+
+def _carry_out(state: NodeState, effect: ev.Effect) -> tuple[NodeState, list[NodeEffect]]:
+    if isinstance(effect, ev.StartWorker):
+        if effect.worker in state.workers:
+            return state, []
+        report = WorkerReport(effect.worker, Status.STARTING, effect.slot)
+        state = replace(state, workers={**state.workers, effect.worker: report})
+    return state, [CarryOut(effect)]
 
 
 def _own_part(state: NodeState, effect: ev.Effect) -> ev.Effect | None:
@@ -518,6 +534,8 @@ def _seen(state: NodeState, event: Seen, now_s: float) -> _Result:
     state = replace(state, workers=_note(state.workers, event.event))
     told = event.event.step if isinstance(event.event, ev.Persisted) else None
     persisted_step = getattr(event.event, "persisted_step", told)
+    if isinstance(event.event, ev.WorkerReady):
+        state = replace(state, decorated=True)
     if persisted_step is not None and persisted_step > (state.persisted_step or -1):
         state = replace(state, persisted_step=persisted_step)
     if isinstance(event.event, _ADVICE):
@@ -668,7 +686,13 @@ def _tell_inventory(state: NodeState, event: NodeEvent, now_s: float) -> _Result
     config = state.config
     workers = tuple(report for _, report in sorted(state.workers.items()))
     inventory = ev.NodeJoined(
-        config.node, config.num_slots, state.incarnation, workers, now[1], state.persisted_step
+        config.node,
+        config.num_slots,
+        state.incarnation,
+        workers,
+        now[1],
+        state.persisted_step,
+        state.decorated,
     )
     kept = tuple(r for r in state.outbox if not isinstance(r.event, ev.NodeJoined))
     return _enqueue(replace(state, outbox=kept, told=now), inventory), [], "tells what it runs"

@@ -166,7 +166,11 @@ class Membership:
 
 
 def choose_members(
-    state: State, *, give_up_waiting: bool = False, replace_dead: bool | None = None
+    state: State,
+    *,
+    give_up_waiting: bool = False,
+    replace_dead: bool | None = None,
+    without: Ranks = 0,
 ) -> Membership:
     """Fills the slots of the last plan with living workers.
 
@@ -178,11 +182,12 @@ def choose_members(
     Args:
         give_up_waiting: drop the slots that have no ready worker (the rendezvous timed out).
         replace_dead: default: as the user wants it, while there are enough ranks without.
+        without: ranks to be dropped in any case.
     """
     assert state.plan is not None
     plan, roster = state.plan, state.roster
     excluded = (plan.rank_at(slot) for slot in state.excluded)
-    dropped = roster.lost | from_ranks([rank for rank in excluded if rank is not None])
+    dropped = roster.lost | from_ranks([rank for rank in excluded if rank is not None]) | without
     well = roster.alive & ~roster.killed & ~dropped
     filled = well & roster.waiting
     waiting = well & ~filled
@@ -212,9 +217,20 @@ def choose_members(
     num_nodes = num_nodes_left(state, dropped)
     few = count(filled | waiting) < config.min_world_size or num_nodes < config.min_nodes
     if few and not replaces and state.may_grow:
-        return choose_members(state, give_up_waiting=give_up_waiting, replace_dead=True)
+        return choose_members(
+            state, give_up_waiting=give_up_waiting, replace_dead=True, without=without
+        )
     room = config.max_nodes - num_nodes if replaces else 0
-    standby = standby_nodes(state) if room > 0 else []
+    standby = standby_nodes(state) if replaces else []
+    if room <= 0 and standby and standby[0].ready and not without:
+        held = _newest_held(state, filled, substitutes)
+        if standby[0].held_step > held:  # the last copy must not stand by: a node makes room
+            node = max(plan.members[rank].slot.node for rank in iterate(filled | waiting))
+            ranks = from_ranks(plan.ranks_on(node))
+            return choose_members(
+                state, give_up_waiting=give_up_waiting, replace_dead=True, without=ranks
+            )
+    room = max(room, 0)
     ready = [one for one in standby if one.ready][:room]
     late_nodes = [one for one in standby if not one.ready][: room - len(ready)]
     places = itertools.chain(iterate(dropped), itertools.count(plan.world_size))
@@ -234,6 +250,14 @@ def choose_members(
         num_nodes + len(ready),
         (len(late_nodes), sum(one.num_slots for one in late_nodes)),
     )
+
+
+def _newest_held(state: State, filled: Ranks, substitutes: Mapping[int, Worker]) -> int:
+    """The newest step that one of these ranks would bring along; -1: none holds any."""
+    stay = filled & ~from_ranks(substitutes)
+    held = [what for ranks, what in state.roster.holdings if ranks & stay]
+    held += [state.extras[worker].holdings for worker in substitutes.values()]
+    return max((holding.step for what in held for holding in what), default=-1)
 
 
 def _extra_on(state: State, nodes: set[str]) -> dict[Worker, WorkerState]:

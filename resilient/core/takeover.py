@@ -64,7 +64,7 @@ def archive(state: State) -> State:
         deadline_s=None,
         drain_by_s=None,
         began_s=0.0,
-        away=0,
+        away=frozenset(),
         look_due=False,
         unsure=False,
         looking=None,

@@ -322,10 +322,9 @@ def _try_plan(move: Move) -> None:
         committed_step=state.committed_step,
         persisted_step=state.persisted_step,
     )
-    if _looks_at_disk(move, chosen, cut) or _may_hold_more(move, cut):
-        return
+    waits = _looks_at_disk(move, chosen, cut) or _may_hold_more(move, cut)
     # A job that persists may learn of a checkpoint from a worker that is still to come.
-    if cut is None and not (chosen.waiting and state.config.persists):
+    if cut is None and not waits and not (chosen.waiting and state.config.persists):
         end(
             move,
             Outcome.UNRECOVERABLE,
@@ -336,9 +335,9 @@ def _try_plan(move: Move) -> None:
         return
     for slot in chosen.to_start:
         move.launch(slot, slot.node)
-    if chosen.waiting:
-        if chosen.to_start:
-            move.why(f"starting workers for {len(chosen.to_start)} slots")
+    if chosen.to_start:
+        move.why(f"starting workers for {len(chosen.to_start)} slots")
+    if waits or chosen.waiting:
         return
     if _may_train_elsewhere(move):
         return
@@ -365,8 +364,9 @@ def _is_quorum(move: Move, chosen: Membership, late: bool) -> bool:
             _wait_for_workers(move)
         return True
     if late and state.may_grow:  # those that were to come in are stuck, and count as dead
-        starting = [w for w, k in state.extras.items() if k.status is Status.STARTING]
-        kill_late(move, sorted(starting), "not at the decorator in time")
+        extras = state.extras.items()
+        slow = [w for w, k in extras if k.status is not Status.READY and not k.killed]
+        kill_late(move, sorted(slow), "not at the decorator in time")
     more_nodes, more_slots = chosen.coming
     if size + more_slots >= least and num_nodes + more_nodes >= config.min_nodes:
         if late or state.quorum_by_s is not None:
@@ -463,7 +463,7 @@ def _publish(move: Move, plan: Plan) -> None:
             move.change(worker, slot=None)
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
     move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
-    move.set(away=0, silent=0, orphans_until_s=None, quorum_by_s=None)
+    move.set(away=frozenset(), silent=0, orphans_until_s=None, quorum_by_s=None)
     move.set(away_until_s=None, look_due=False, looking=None, unsure=False)
     _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
