@@ -17,7 +17,7 @@ help:
 	@echo 'make demo    train on real data, kill one rank, freeze another, compare with an unbroken run'
 	@echo 'make test    ruff, mypy, import-linter and the tests (not the slow and chaos ones)'
 	@echo 'make chaos   the long forms: many random faults'
-	@echo 'make bench   recovery time, step overhead, memory'
+	@echo 'make bench   recovery time, step overhead, memory, a fleet of 10,000 nodes'
 	@echo 'make clean   remove what the targets made'
 
 $(VENV)/.run: pyproject.toml constraints.txt
@@ -49,6 +49,7 @@ bench: $(VENV)/.run
 	$(BIN)/python bench/recovery_time.py
 	$(BIN)/python bench/step_overhead.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/core_scale.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -203,6 +203,9 @@ class Fleet:
         starting: dict[str, list[Worker]] = {}
         for effect in decision.effects:
             if type(effect) is ev.StartWorker:
+                if effect.worker.number <= self._number:
+                    self._fail("names of workers", f"{effect.worker} is not new")
+                self._number = effect.worker.number
                 starting.setdefault(effect.worker.node, []).append(effect.worker)
             else:
                 self._carry_out[type(effect)](effect)
@@ -244,10 +247,6 @@ class Fleet:
         self._tell(joined, name)
 
     def _start(self, node: str, workers: Sequence[Worker]) -> None:
-        for worker in workers:
-            if worker.number <= self._number:
-                self._fail("names of workers", f"{worker} is not new")
-            self._number = worker.number
         if node in self._nodes:
             self._nodes[node].update(workers)
             self._timeline.after(self._rng.uniform(5, 30), partial(self._ready, workers))
@@ -518,6 +517,7 @@ class Fleet:
     def _check_goes_on(self) -> None:
         generation = self._generation
         trains = generation is not None and generation.began_s is not None and generation.well
+        trains = trains and self._state.phase is Phase.RUNNING
         waits = len(self._nodes) < self.settings.config.min_nodes
         if not trains and not waits and self.now_s - self._changed_s > STALL_S:
             phase = self._state.phase.value
@@ -529,7 +529,8 @@ class Fleet:
         if self._state.phase is not Phase.RUNNING:
             return  # a node has just come
         steady = [n for n in self._nodes if self.now_s - self._up_since_s[n] > STALL_S]
-        due = min(self.settings.config.max_nodes, len(steady))
+        config = self.settings.config
+        due = min(config.max_nodes, len(steady)) if config.replace else config.min_nodes
         num = len(self._books.num_on)
         if num < due:
             self._fail("grows", f"{num} nodes, where {due} could be")
