@@ -179,8 +179,7 @@ class _Worker:
             elif isinstance(order, wire.Persist):
                 self._persist(order)
             elif isinstance(order, wire.Look):
-                self._look_at_disk()
-                link.send(wire.Persisted(self._persisted_step()))
+                self._look_again()
             else:
                 link.page.act(Activity.STARTING)  # from here on, as long as the script likes
                 groups.leave()
@@ -328,6 +327,15 @@ class _Worker:
         step = newest_complete(checkpoints.directory, _note)
         if step is not None:
             self._link.page.set_persisted(step)
+
+    def _look_again(self) -> None:
+        """The agent asks, since ranks of other nodes may have written a checkpoint since."""
+        note = ""
+        try:
+            self._look_at_disk()
+        except Exception as error:
+            note = f"{type(error).__name__}: {error}"
+        self._link.send(wire.Persisted(self._persisted_step(), note))
 
     def _persisted_step(self) -> int | None:
         return self._link.page.read().persisted_step

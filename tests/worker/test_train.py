@@ -12,6 +12,7 @@ import pytest
 
 from resilient import wire
 from resilient.core.model import Holding
+from resilient.worker.train import CHECKPOINT_VARIABLE
 from tests.worker.harness import Agent, Worker, Zygote, memory
 
 TOY = Path(__file__).with_name("toy.py")
@@ -65,6 +66,29 @@ def cut_of(reports: list[wire.Interrupted], ranks: list[Worker], new: list[Worke
         if any(holding.step == step for holding in report.holdings)
     ]
     return memory(step, *sorted(holders))
+
+
+def test_a_waiting_worker_looks_at_the_disk_when_it_is_asked(
+    tmp_path: Path, zygote: Zygote
+) -> None:
+    """What was written since it was ready, by ranks that may be gone with their node."""
+    directory = tmp_path / "checkpoints"
+    with Agent(tmp_path, zygote) as agent:
+        environment = {"OUT": str(tmp_path), CHECKPOINT_VARIABLE: f"{directory},0"}
+        rank, spare = agent.launch(TOY, 2, **environment)
+        assert spare.of(wire.Ready)[0].persisted_step is None
+        agent.tell(wire.Look(), spare)
+        agent.wait(lambda: spare.of(wire.Persisted), "an answer")
+        assert spare.of(wire.Persisted)[0].step is None
+        agent.start(0, [rank])
+        agent.wait_all(wire.Finished, 0, [rank])
+        agent.tell(wire.Persist(STEPS), rank)
+        agent.wait(lambda: rank.of(wire.Persisted), "a checkpoint")
+        assert rank.of(wire.Persisted)[0].step == STEPS
+        agent.tell(wire.Look(), spare)
+        agent.wait(lambda: len(spare.of(wire.Persisted)) == 2, "another answer")
+        assert spare.of(wire.Persisted)[1].step == STEPS
+        agent.close()
 
 
 def test_a_killed_rank_is_replaced(tmp_path: Path, zygote: Zygote, unbroken: str) -> None:
