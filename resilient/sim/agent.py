@@ -195,8 +195,8 @@ class Agent:
                 process = self.processes[worker] = Process(self, worker, slot)
                 self.cluster.processes[worker] = process
                 self.cluster.starts(process)
-            case ev.KillWorker(worker, reason):
-                self._with(worker, lambda process: self._kill(process, reason))
+            case ev.KillWorker(worker):
+                self._with(worker, lambda process: process.kill())
             case ev.TerminateWorker(worker, signum):
                 self._with(worker, lambda process: process.terminate(signum))
             case ev.AbortGeneration(generation, workers):
@@ -217,10 +217,6 @@ class Agent:
         process = self.processes.get(worker)
         if process is not None and process.stage != "gone":
             action(process)
-
-    def _kill(self, process: Process, reason: str) -> None:
-        self.cluster.checks.on_kill(process, reason)
-        process.kill()
 
     def _let_go(self, workers: Sequence[Worker], status: int) -> None:
         for worker in workers:

@@ -218,8 +218,11 @@ class Checks:
         self.ensure(worker not in self._workers, "worker names", f"{worker} for the second time")
         self._workers.add(worker)
 
-    def on_kill(self, process: Process, reason: str) -> None:
-        """The last copy of the state is not killed while it is well."""
+    def on_kill(self, worker: Worker, reason: str) -> None:
+        """The last copy of the state is not killed while it is well: when it is decided."""
+        process = self.cluster.processes.get(worker)
+        if process is None:
+            return
         if self.is_ending or process.stage not in ("ready", "finished") or process.doomed:
             return
         if not self.plans or process.stuck or (process.slot in self.cluster.excluded):

@@ -159,7 +159,16 @@ class Cluster:
         self.is_healed = True
         self.note("cluster", "heals")
         self.strikes.heal()
+        self._end_stuck_scripts()
         self.poke()
+
+    def _end_stuck_scripts(self) -> None:
+        """Before one of them reaches the decorator, processes that stand still are a script that
+        takes its time: only its user can know better, and ends them."""
+        if not self.checks.plans:
+            for _, process in self.living():
+                if process.stage == "starting" and process.stuck:
+                    process.exit_later(-15, 0.001)
 
     def _expire(self) -> None:
         if not self.network.store_down:

@@ -46,9 +46,10 @@ class Ends:
         elif isinstance(change, ch.Reported):
             self._is_decorated = self._is_decorated or isinstance(change.event, ev.WorkerReady)
         elif isinstance(change, ch.Ordered):
-            kills = [one.worker for one in change.effects if isinstance(one, ev.KillWorker)]
-            if not self.checks.is_ending:
-                self._to_be_killed.update(kills)
+            for one in change.effects:
+                if isinstance(one, ev.KillWorker) and not self.checks.is_ending:
+                    self.checks.on_kill(one.worker, one.reason)
+                    self._to_be_killed.add(one.worker)
             terminates = any(isinstance(one, ev.TerminateWorker) for one in change.effects)
             self._ended_as_script |= terminates and not self._is_decorated
 
@@ -85,7 +86,7 @@ class Ends:
             Outcome.TRAIN_FUNCTION_FAILED: self._has_failed,
             Outcome.UNRECOVERABLE: self._is_unrecoverable,
             Outcome.SCRIPT_FAILED: self._failed_as_script,
-            Outcome.SIGNALLED: self._none_was_ready,
+            Outcome.SIGNALLED: self._is_signalled,
         }
         if outcome is None or outcome not in why or not why[outcome]():
             self.checks.fail("legitimate end", f"{outcome}: {closed.reason}")
@@ -110,6 +111,10 @@ class Ends:
     def _none_was_ready(self) -> bool:
         """Nobody had told yet that the script is decorated: it was ended as any other."""
         return self._ended_as_script or not self._is_decorated
+
+    def _is_signalled(self) -> bool:
+        """As any script; or trained to the end, and asked to stop while it ran on."""
+        return self._none_was_ready() or (self._is_drained() and self._is_done())
 
     def _failed_as_script(self) -> bool:
         """Not known to be decorated yet, or trained to the end and failed after it."""

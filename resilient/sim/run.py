@@ -95,12 +95,13 @@ def run(
 
 
 def bound_s(chosen: Settings) -> float:
-    """From the heal to the end: one recovery that runs into each bound once, after the leases of
+    """From the heal to the end: two recoveries that run into each bound once, after the leases of
     the lost have ended, and the steps that are left."""
     config = chosen.config
     recovery_s = (
         2 * chosen.ttl_s
         + config.orphan_timeout_s
+        + config.quorum_timeout_s
         + chosen.hang_timeout_s
         + chosen.group_timeout_s
         + max(config.interrupt_timeout_s, 9 * chosen.step_s)
