@@ -7,12 +7,27 @@ A file is one scenario. Lines:
     world 4                      a node of 4 slots: workers w0..w3 train in generation 0; spares, if
                                  any are configured, are started as w4... (not ready yet)
     fresh 4                      the same node, before any worker is ready
+    cluster 3 2                  nodes n0, n1, n2 of 2 slots (incarnations 1, 2, 3): their workers
+                                 w0..w5 train in generation 0, which began at 0 s. Where more
+                                 nodes are allowed, the last call for them was over then
     @12.5 exited w2 -9 step=40   an event, at that time (default: the time of the last one)
     > kill w0: reason            an effect of the event before; all of them, in order
     = running wake=5             the state after it: phase and wake time
 
-Events: see EVENTS below; a worker is w<number>, the generation is the current plan's unless gen=
-says otherwise. `enter` stands for joined and restored of every member of the plan.
+Events: see EVENTS below; a worker is w<number> on node n0, w<number>@<node> elsewhere; the
+generation is the current plan's unless gen= says otherwise. Whoever leaves a generation holds the
+state of step=; or instead nothing ("dirty"), or what live= and undo= say, as STEP or
+STEP@GENERATION. Two short forms, of members of the plan: `enter`, joined and restored of each;
+`out n1 step=40`, interrupted of each that is inside on these nodes (on all, if none is named).
+
+    node n3 2                    a node comes with 2 slots. inc=: its incarnation; without it the
+                                 next one, or 0 where only one node is allowed and none has any
+    node n1 2 w4@n1/0:ready:g0:s41:live41:undo40@0 w7@n1:starting persisted=40 decorated
+                                 it brings workers along: w4 in slot 0, w7 in none. g: the
+                                 generation that it is or was in, s: its step, and what it holds
+    node-left n1                 its agent is gone; "uncertain": only its lease has ended. inc=: of
+                                 that incarnation, without it the one that is there
+    persisted w3 step=40         the answer to persist, and to look; without step=: nothing there
 
 A file is complete: an effect that is not listed fails it. `python -m tests.core.scenario FILE...`
 prints files with what happens now; look at every line before you keep it.
@@ -20,9 +35,10 @@ prints files with what happens now; look at every line before you keep it.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from resilient.core import coordinator
@@ -36,8 +52,11 @@ from resilient.core.model import (
     Phase,
     Slot,
     State,
+    Status,
     Worker,
+    WorkerReport,
 )
+from resilient.core.ranks import iterate
 
 NODE = "n0"
 
@@ -146,10 +165,36 @@ def _generation(line: Line, state: State) -> int:
     return line.number("gen", current)
 
 
+def parse_holding(source: str, word: str) -> Holding:
+    """STEP or STEP@GENERATION."""
+    step, _, generation = word.partition("@")
+    return Holding(int(step), source, int(generation or -1))
+
+
+def parse_report(word: str) -> WorkerReport:
+    """w4@n1/0:ready:g0:s41:live41:undo40@0, and parts of it."""
+    name, status, *parts = word.split(":")
+    name, _, local_rank = name.partition("/")
+    worker = parse_worker(name)
+    slot = Slot(worker.node, int(local_rank)) if local_rank else None
+    numbers = {"g": -1, "s": 0}
+    holdings = []
+    for part in parts:
+        match = re.fullmatch(r"(g|s|live|undo)(\d+(?:@\d+)?)", part)
+        assert match, part
+        if match[1] in numbers:
+            numbers[match[1]] = int(match[2])
+        else:
+            holdings.append(parse_holding(match[1], match[2]))
+    held = tuple(holding.of(numbers["g"]) for holding in holdings)
+    return WorkerReport(worker, Status(status), slot, numbers["g"], numbers["s"], held)
+
+
 def _holdings(line: Line, step: int) -> tuple[Holding, ...]:
-    """ "clean" is the default; "dirty" or undo=STEP say otherwise."""
-    if "undo" in line.options:
-        return (Holding(int(line.options["undo"]), "undo"),)
+    """The state of that step, unless the line says otherwise."""
+    said = [source for source in ("live", "undo") if source in line.options]
+    if said:
+        return tuple(parse_holding(source, line.options[source]) for source in said)
     if "none" in line.words or "dirty" in line.words:
         return ()
     return (Holding(step, "live"),)
@@ -190,9 +235,29 @@ def _hung(line: Line, state: State) -> ev.Event:
     return ev.WorkersHung(_generation(line, state), workers, line.number("step", 0), began_s=0.0)
 
 
+def _node(line: Line, state: State) -> ev.Event:
+    node, num_slots, *words = line.words
+    has_rendezvous = state.config.max_nodes > 1 or any(state.incarnations.values())
+    next_one = max(state.incarnations.values(), default=0) + 1 if has_rendezvous else 0
+    return ev.NodeJoined(
+        node,
+        int(num_slots),
+        line.number("inc", next_one),
+        tuple(parse_report(word) for word in words if ":" in word),
+        persisted_step=line.number("persisted"),
+        decorated="decorated" in words,
+    )
+
+
+def _node_left(line: Line, state: State) -> ev.Event:
+    node = line.words[0]
+    incarnation = line.number("inc", state.incarnations.get(node, 0))
+    return ev.NodeLeft(node, "", incarnation, "uncertain" not in line.words)
+
+
 EVENTS: dict[str, Callable[[Line, State], ev.Event]] = {
-    "node": lambda line, _: ev.NodeJoined(line.words[0], int(line.words[1])),
-    "node-left": lambda line, _: ev.NodeLeft(line.words[0]),
+    "node": _node,
+    "node-left": _node_left,
     "store": lambda line, _: ev.StoreOpened(int(line.words[0]), "127.0.0.1", 1),
     "ready": lambda line, _: ev.WorkerReady(line.worker(), line.number("persisted")),
     "joined": lambda line, state: ev.WorkerJoined(line.worker(), _generation(line, state)),
@@ -260,8 +325,12 @@ class Scenario:
             return self._fresh(int(rest[0]))
         if name == "world":
             return self._world(int(rest[0]))
+        if name == "cluster":
+            return self._cluster(int(rest[0]), int(rest[1]))
         if name == "enter":
             return self._enter()
+        if name == "out":
+            return self._out(line)
         return self.feed(EVENTS[name](line, self.state))
 
     def _fresh(self, num_slots: int) -> list[str]:
@@ -277,6 +346,41 @@ class Scenario:
         self.feed(ev.StoreOpened(1, "127.0.0.1", 1))
         assert self.state.phase is Phase.RUNNING
         return []
+
+    def _cluster(self, num_nodes: int, num_slots: int) -> list[str]:
+        """As _world; the effects are those of nodes_last_call.txt."""
+        config = self.state.config
+        self.state = coordinator.initial(
+            replace(config, max_nodes=max(num_nodes, config.max_nodes))
+        )
+        self.now_s = -config.last_call_s
+        for index in range(num_nodes):
+            self.feed(ev.NodeJoined(f"n{index}", num_slots, index + 1))
+        self.feed(ev.StoreOpened(0, "127.0.0.1", 1))
+        self.now_s = 0.0
+        self.feed(ev.TimePassed())
+        assert self.state.plan is not None
+        for member in self.state.plan.members:
+            self.feed(ev.WorkerReady(member.worker))
+        self._enter()
+        self.feed(ev.StoreOpened(1, "127.0.0.1", 1))
+        assert self.state.phase is Phase.RUNNING
+        return []
+
+    def _out(self, line: Line) -> list[str]:
+        plan, step = self.state.plan, line.number("step", 0)
+        assert plan is not None
+        inside = self.state.roster.inside
+        nodes = line.words or [member.slot.node for member in plan.members]
+        effects = []
+        for rank in iterate(inside):
+            worker = plan.members[rank].worker
+            if worker.node in nodes:
+                told = ev.WorkerInterrupted(
+                    worker, plan.generation, step, _holdings(line, step), line.number("persisted")
+                )
+                effects += self.feed(told)
+        return effects
 
     def _enter(self) -> list[str]:
         assert self.state.plan is not None

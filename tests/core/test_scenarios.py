@@ -18,7 +18,7 @@ def test_scenario(path: Path) -> None:
 
 
 def test_there_are_scenarios() -> None:
-    assert len(FILES) >= 40
+    assert len(FILES) >= 120
 
 
 def test_a_wrong_expectation_is_noticed() -> None:
