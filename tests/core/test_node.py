@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from resilient.core import changes as ch
@@ -323,3 +325,143 @@ def test_after_the_end_nothing_is_done() -> None:
 def test_a_config_out_of_range_is_refused(config: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         n.initial(n.NodeConfig(**{"node": "n0", "num_slots": 1, **config}))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- found by the simulator
+
+
+def test_who_was_frozen_beyond_the_lease_is_given_the_time_to_come_out() -> None:
+    """The deadline has been missed in any case: what the workers hold is worth more than haste."""
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0"))
+    agent.store()
+    assert agent.at(24.0) == [n.Fence(0, "the lease is ending")]
+    assert agent.wake_s == 24.0 + CONFIG.interrupt_timeout_s
+    assert agent.at(28.9) == []
+    assert agent.at(29.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
+
+
+def test_a_fence_just_before_the_deadline_of_its_kills_keeps_it() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0"))
+    agent.store()
+    assert agent.at(8.9) == [n.Fence(0, "the lease is ending")]
+    assert agent.at(9.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
+
+
+def test_the_newest_generation_is_fenced() -> None:
+    """One that does not die is inside an old one still: to fence that one would stop nobody."""
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.tell(ordered(ev.StartWorker(Worker("n0", 2), Slot("n0", 1)), number=5))
+    agent.tell(n.Seen(ev.WorkerReady(Worker("n0", 2))))
+    newer = replace(plan(1, "n0"), members=(Member(0, Slot("n0", 1), Worker("n0", 2)),))
+    agent.tell(published(newer))
+    agent.store()
+    inside = {worker: known.generation for worker, known in agent.state.workers.items()}
+    assert inside == {W0: 0, Worker("n0", 2): 1}
+    assert agent.at(8.0) == [n.Fence(1, "the lease is ending")]
+    late = [n.CarryOut(ev.KillWorker(worker, LATE)) for worker in (W0, Worker("n0", 2))]
+    assert agent.at(9.0) == late
+
+
+KILL, PERSIST = ev.KillWorker(W0, "did not leave"), ev.Persist(W0, 5)
+LOOK, START = ev.Look(W0), ev.StartWorker(Worker("n0", 9), None)
+
+
+def test_orders_that_come_while_the_lease_ends_wait_for_its_renewal() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.store()
+    agent.now_s = 8.5
+    order = ordered(KILL, PERSIST, LOOK, START, ev.DumpStacks((W0,)), number=5)
+    assert agent.tell(order) == [n.CarryOut(ev.DumpStacks((W0,)))]
+    assert agent.tell(order) == []
+    effects = agent.tell(n.Renewed(18.0))
+    late = [n.CarryOut(KILL), n.CarryOut(PERSIST), n.CarryOut(LOOK), n.CarryOut(START)]
+    assert effects == [n.Campaign(), *late]
+    assert Worker("n0", 9) in agent.state.workers
+    assert agent.tell(n.Renewed(19.0)) == []  # once
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_orders_that_come_after_the_lease_has_ended_are_never_carried_out(lost: bool) -> None:
+    """A link that comes back first brings what was ordered before this node was given up: whoever
+    leads now asks for what it runs, and decides anew. A kill would hit the only copy."""
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0"))
+    assert n.Fence(0, "the lease is ending") in agent.at(8.0)
+    agent.tell(LEFT)
+    agent.store()
+    agent.now_s = 300.0
+    if lost:
+        agent.tell(n.LeaseLost())
+    assert agent.tell(ordered(KILL, START, PERSIST, number=5)) == []
+    if not lost:
+        gone = agent.tell(n.Changed(ch.NodeGone("n0", 1)))
+        assert n.Register("n0", 2) in gone
+    effects = agent.tell(n.Registered(2, 330.0))
+    assert not [effect for effect in effects if isinstance(effect, n.CarryOut)]
+    effects = agent.tell(n.Renewed(340.0))
+    assert not [effect for effect in effects if isinstance(effect, n.CarryOut)]
+    assert W0 in agent.state.workers and Worker("n0", 9) not in agent.state.workers
+
+
+def test_an_abort_needs_no_lease() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.now_s = 50.0
+    abort = ev.AbortGeneration(0, (W0,), "why")
+    assert n.CarryOut(abort) in agent.tell(ordered(abort, number=5))
+
+
+def test_a_term_is_led_once() -> None:
+    agent = Agent(ends_s=10.0)
+    assert n.Lead(3) in agent.tell(n.Elected(3))
+    assert agent.tell(n.Elected(3)) == []
+    agent.tell(n.Changed(ch.LeaderChanged("n0", 3)))
+    assert n.StepDown() in agent.at(8.0)
+    agent.tell(n.Renewed(20.0))
+    agent.tell(n.Changed(ch.LeaderChanged(None, 4)))
+    assert n.Lead(3) not in agent.tell(n.Elected(3))
+
+
+def test_the_end_of_its_own_lease_in_the_stream_is_its_end() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.tell(n.Elected(1))
+    assert agent.tell(n.Changed(ch.NodeGone("n1", 1))) == []
+    assert agent.tell(n.Changed(ch.NodeGone("n0", 7))) == []  # of another incarnation
+    assert agent.tell(n.Changed(ch.NodeGone("n0", 1))) == [n.StepDown(), n.Register("n0", 2)]
+    assert agent.tell(n.LeaseLost()) == []  # it knows
+    assert agent.tell(n.Renewed(99.0)) == []  # an answer that comes too late
+
+
+def test_an_inventory_has_what_is_on_disk_and_whether_the_script_is_decorated() -> None:
+    agent = Agent(ends_s=1e6)
+    agent.tell(ordered(ev.StartWorker(W0, Slot("n0", 0))))
+    first = inventory(agent.tell(n.Changed(ch.LeaderChanged("n1", 1)))[-1])
+    assert (first.persisted_step, first.decorated) == (None, False)
+    agent.store()
+    agent.tell(n.Seen(ev.WorkerReady(W0, 20)))
+    agent.tell(n.Seen(ev.Persisted(W0, 40)))
+    agent.tell(n.Seen(ev.WorkerExited(W0, -9, 35, persisted_step=30)))
+    agent.store()
+    second = inventory(agent.tell(n.Changed(ch.LeaderChanged("n0", 2)))[-1])
+    assert (second.persisted_step, second.decorated, second.workers) == (40, True, ())
+
+
+def test_a_member_that_stands_by_without_a_lease_enters_when_it_has_one_again() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.now_s = 8.5
+    assert agent.tell(published(plan(0, "n0", "n1"))) == []
+    effects = agent.tell(n.Renewed(18.0))
+    assert effects == [n.Campaign(), n.EnterGeneration(plan(0, "n0", "n1"))]
+
+
+def test_the_end_of_the_job_is_told_once() -> None:
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0"))
+    closed = n.Changed(ch.Closed("over", Outcome.DRAINED))
+    assert agent.tell(closed) == [n.End("over", Outcome.DRAINED)]
+    assert agent.tell(closed) == [] and agent.at(8.0) == []
+    assert agent.tell(ordered(KILL, number=9)) == []
