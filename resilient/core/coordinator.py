@@ -245,7 +245,7 @@ def _of_ranks(handler: RanksHandler) -> Handler:
 
     def handle(move: Move, event: ev.MemberEvent | ev.WorkerFailed | ev.Alike) -> None:
         told = event.event if isinstance(event, ev.Alike) else event
-        if told.worker in move.state.extras:
+        if not isinstance(event, ev.Alike) and told.worker in move.state.extras:
             _extra_left(move, told)
             return
         plan = move.state.plan

@@ -13,14 +13,14 @@ state of it, and the reports follow in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from resilient.core import changes as ch
 from resilient.core import coordinator, takeover
 from resilient.core import events as ev
-from resilient.core.model import Config, Outcome, Plan, State
+from resilient.core.model import Config, Outcome, Plan, State, Worker
 
 Record = ch.Published | ch.Ordered | ch.Closed
 
@@ -211,7 +211,7 @@ class _Turn:
     def flush(self) -> None:
         told, self.told = self.told, []
         if self.state.job is not None:
-            for event in merged(told, self.state.job.plan):
+            for event in merged(told, self.state.job.plan, self.state.job.extras):
                 self.decide(event)
 
     def decide(self, event: ev.Event) -> None:
@@ -278,6 +278,9 @@ class _Turn:
 
 
 def _node_arrived(turn: _Turn, change: ch.NodeArrived) -> None:
+    known = turn.state.nodes.get(change.node)
+    if known is not None and known.incarnation == change.incarnation:
+        return
     known = Known(change.incarnation, change.num_slots)
     turn.set(nodes={**turn.state.nodes, change.node: known})
 
@@ -447,9 +450,12 @@ _HANDLERS: dict[type[Any], Callable[[_Turn, Any], None]] = {
 }
 
 
-def merged(events: Sequence[ev.Event], plan: Plan | None) -> list[ev.Event]:
+def merged(
+    events: Sequence[ev.Event], plan: Plan | None, extras: Container[Worker] = ()
+) -> list[ev.Event]:
     """The same events, those of members that differ in nothing but the worker as one Alike.
 
+    extras: workers that have no rank now, whatever the plan says: they speak for themselves.
     The order of what one worker says is kept; what different ones say at one time has none.
     """
     if plan is None or len(events) < 2:
@@ -458,7 +464,7 @@ def merged(events: Sequence[ev.Event], plan: Plan | None) -> list[ev.Event]:
     for index, event in enumerate(events):
         rank = None
         if isinstance(event, ev.MemberEvent) and event.generation == plan.generation:
-            rank = plan.rank_of(event.worker)
+            rank = None if event.worker in extras else plan.rank_of(event.worker)
         if rank is None or not isinstance(event, ev.MemberEvent):
             groups[index] = []
         else:

@@ -228,7 +228,8 @@ def _enforce(move: Move, inside: Ranks) -> None:
         slots = [member.slot for member in map(move.member, killed) if member is not None]
         for slot in slots:
             move.do(ev.ExcludeSlot(slot, "its process does not end after SIGKILL"))
-        move.set(excluded=move.state.excluded.union(slots))
+        # What they left on disk, they have not told.
+        move.set(excluded=move.state.excluded.union(slots), look_due=True)
         move.drop(killed)
         _decide(move)
         return
@@ -351,7 +352,8 @@ def _try_plan(move: Move) -> None:
     assert cut is not None  # nothing is waited for
     members = members_of(state, chosen)
     first_world_size = last.first_world_size or len(members)
-    _publish(move, Plan(generation, members, store, cut, first_world_size))
+    plan = Plan(generation, members, store, cut, first_world_size)
+    _publish(move, plan, chosen.substitutes.values())
 
 
 def _is_quorum(move: Move, chosen: Membership, late: bool) -> bool:
@@ -451,8 +453,8 @@ def _may_train_elsewhere(move: Move) -> bool:
     return _wait_until(move, state.orphans_until_s, why)
 
 
-def _publish(move: Move, plan: Plan) -> None:
-    _hand_over(move, plan)
+def _publish(move: Move, plan: Plan, newcomers: Iterable[Worker]) -> None:
+    _hand_over(move, plan, newcomers)
     # Who has no rank now came too late for its slot, or has lost it: a spare, from here on.
     extras = move.state.extras.items()
     with_slot = sorted(w for w, known in extras if known.slot is not None and not known.killed)
@@ -483,8 +485,11 @@ def _continue_from(move: Move, plan: Plan) -> None:
         move.change(worker, holdings=move.usable(known.holdings, known.generation))
 
 
-def _hand_over(move: Move, plan: Plan) -> None:
-    """From the last plan to this one; a process whose rank another one has now is an extra."""
+def _hand_over(move: Move, plan: Plan, newcomers: Iterable[Worker]) -> None:
+    """From the last plan to this one; a process whose rank another one has now is an extra.
+
+    newcomers: extras until now.
+    """
     last = move.state.plan
     assert last is not None
     changed = plan.changes_since(last)
@@ -495,12 +500,8 @@ def _hand_over(move: Move, plan: Plan) -> None:
         worker, known = last.members[rank].worker, move.state.member_state(rank)
         if known is not None and plan.rank_of(worker) is None:
             extras[worker] = known
-    for rank in changed:
-        extras.pop(plan.members[rank].worker, None)
-    came_back = [w for w, known in extras.items() if known.generation >= 0]
-    for worker in came_back:  # to the very rank that it had
-        if plan.rank_of(worker) is not None:
-            del extras[worker]
+    for worker in newcomers:  # one may have got the very rank that it had before it was lost
+        del extras[worker]
     move.set(plan=plan, roster=Roster(entered=full(plan.world_size)))
 
 

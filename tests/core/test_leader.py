@@ -261,7 +261,6 @@ def test_a_batch_is_told_in_its_order_and_its_reports_once() -> None:
     assert lines == ["abort 0: w0 w1@n1 w2@n2", "start w4@n3 n3/0"]
 
 
-@pytest.mark.xfail(strict=True, reason="what the others of an Alike say is dropped")
 def test_members_and_those_who_came_back_without_a_rank_may_say_alike() -> None:
     """n0's worker has the place of a rank no more, though it says the same as the others."""
     job = training(replace(CONFIG, max_nodes=3), num_nodes=3)

@@ -68,6 +68,16 @@ def test_no_promise_breaks_in_small_clusters(num_nodes: int) -> None:
         assert result.violation is None, describe(result, num_nodes)
 
 
+@pytest.mark.chaos
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5, 8, 12])
+def test_no_promise_breaks_in_thousands(num_nodes: int) -> None:
+    """The long form: clusters of every size, and seeds that no shorter test has tried."""
+    for seed in range(10_000, 12_000):
+        result = run(seed, num_nodes=num_nodes)
+        assert result.violation is None, describe(result, num_nodes)
+
+
 def test_a_node_that_is_lost_is_survived() -> None:
     fault = fl.Fault("power", 12.0, node=2, duration_s=400.0)
     chosen = calm(3, 3)
