@@ -222,7 +222,8 @@ def test_asked_to_stop_twice(launch: Launcher) -> None:
 def test_user_signals_are_passed_on(launch: Launcher) -> None:
     launch.script(
         "import os, signal\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: print('usr1', os.environ['RANK'], flush=True))\n"
+        "line = b'usr1 ' + os.environb[b'RANK'] + b'\\n'\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, line))\n"  # print() writes by words
         "print('up', flush=True)\n"
         "signal.pause()\n"
     )
