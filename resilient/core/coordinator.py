@@ -197,7 +197,7 @@ def _pace(move: Move, event: ev.PaceMeasured) -> None:
 def _persisted(move: Move, event: ev.Persisted) -> None:
     move.know(persisted_step=event.step)
     if move.state.looking == event.worker:
-        move.set(looking=None, look_due=False)
+        move.set(looking=None, look_due=False, looked=True)
     if move.state.persisting == event.worker:
         move.set(persisting=None)
         assert move.state.outcome is not None

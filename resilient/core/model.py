@@ -174,6 +174,9 @@ class Plan:
     def num_nodes(self) -> int:
         return len(self._by_node)
 
+    def has_slot(self, slot: Slot) -> bool:
+        return self.rank_at(slot) is not None
+
     def ranks_on(self, node: str) -> tuple[int, ...]:
         """The ranks on that node, ascending."""
         return self._by_node.get(node, ())
@@ -469,6 +472,7 @@ class State:
         away: nodes whose lease ended while workers lived there: they may come back with the state.
         silent: ranks that were inside when their node's lease ended: they may still train.
         look_due: ranks were lost with their nodes, and nobody has told what they left on disk.
+        looked: somebody has, in this recovery.
         unsure: nobody is left who could tell whether the last generation committed a step.
         looking: the worker that was asked to look there.
         orphans_until_s: when they do so no longer, whatever has become of them.
@@ -506,6 +510,7 @@ class State:
     away: frozenset[str] = frozenset()
     silent: Ranks = field(default=0, repr=False)
     look_due: bool = False
+    looked: bool = False
     unsure: bool = False
     looking: Worker | None = None
     orphans_until_s: float | None = None

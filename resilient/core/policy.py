@@ -187,7 +187,8 @@ def choose_members(
     assert state.plan is not None
     plan, roster = state.plan, state.roster
     excluded = (plan.rank_at(slot) for slot in state.excluded)
-    dropped = roster.lost | from_ranks([rank for rank in excluded if rank is not None]) | without
+    barred = from_ranks([rank for rank in excluded if rank is not None])
+    dropped = roster.lost | barred | without
     well = roster.alive & ~roster.killed & ~dropped
     filled = well & roster.waiting
     waiting = well & ~filled
@@ -233,6 +234,10 @@ def choose_members(
     room = max(room, 0)
     ready = [one for one in standby if one.ready][:room]
     late_nodes = [one for one in standby if not one.ready][: room - len(ready)]
+    others = max([_newest_held(state, filled, substitutes), *(one.held_step for one in ready)])
+    if barred and others < 0 and not few:
+        last = _first_holder(state, barred & ~roster.lost & ~without)
+        filled, dropped = filled | last, dropped & ~last
     places = itertools.chain(iterate(dropped), itertools.count(plan.world_size))
     new_slots: dict[int, Slot] = {}
     pairs = (pair for one in ready for pair in one.ready)
@@ -250,6 +255,14 @@ def choose_members(
         num_nodes + len(ready),
         (len(late_nodes), sum(one.num_slots for one in late_nodes)),
     )
+
+
+def _first_holder(state: State, ranks: Ranks) -> Ranks:
+    """The first of these ranks that holds state. Where nobody else does, its slot is excluded no
+    sooner than when others have got it."""
+    waiting = ranks & state.roster.waiting & ~state.roster.killed
+    holders = [held & waiting for held, _ in state.roster.holdings if held & waiting]
+    return min((held & -held for held in holders), default=0)
 
 
 def _newest_held(state: State, filled: Ranks, substitutes: Mapping[int, Worker]) -> int:

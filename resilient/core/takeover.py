@@ -67,6 +67,7 @@ def archive(state: State) -> State:
         away=frozenset(),
         look_due=False,
         unsure=False,
+        looked=False,
         looking=None,
         silent=0,
         quorum_by_s=None,

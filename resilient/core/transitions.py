@@ -415,7 +415,8 @@ def _looks_at_disk(move: Move, chosen: Membership, cut: Cut | None) -> bool:
     have left a newer step there than anybody has told of."""
     state = move.state
     newest = cut is not None and cut.kind is CutKind.MEMORY and cut.step >= state.committed_step
-    if not state.look_due or not state.config.persists or newest or move.expired:
+    needed = state.look_due or (cut is None and not state.looked)
+    if not needed or not state.config.persists or newest or move.expired:
         return False
     if state.looking is not None and move.worker(state.looking) is not None:
         return True
@@ -466,7 +467,7 @@ def _publish(move: Move, plan: Plan, newcomers: Iterable[Worker]) -> None:
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
     move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
     move.set(away=frozenset(), silent=0, orphans_until_s=None, quorum_by_s=None)
-    move.set(away_until_s=None, look_due=False, looking=None, unsure=False)
+    move.set(away_until_s=None, look_due=False, looked=False, looking=None, unsure=False)
     _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)
@@ -518,6 +519,9 @@ def _advance_running(move: Move) -> None:
     assert move.state.plan is not None
     if count_ranks(move.state.roster.finished) == move.state.plan.world_size:
         close(move, Outcome.DONE, "every rank has finished")
+        return
+    if move.state.stepped and any(map(move.state.plan.has_slot, move.state.excluded)):
+        abort(move, "others hold now what an excluded slot held alone")
         return
     due_s = growth_due_s(move.state)
     if due_s is not None and move.now_s >= due_s:

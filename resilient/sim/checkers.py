@@ -104,7 +104,8 @@ class Checks:
             "number of nodes",
             f"{name}: {len(nodes)} nodes",
         )
-        barred = sorted(set(slots) & self._excluded)
+        alone = {slots[rank] for rank in plan.cut.holders} if len(plan.cut.holders) == 1 else set()
+        barred = sorted((set(slots) & self._excluded) - alone)  # the only holder has to give first
         self.ensure(not barred, "excluded slots", f"{name}: {barred}")
         for worker, slot in zip(workers, slots, strict=True):
             process = self.cluster.processes.get(worker)

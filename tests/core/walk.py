@@ -327,6 +327,16 @@ class Walk:
 
         self.tell(self.rng.choice([0.5, 5.0, 25.0]), persisted)
 
+    def _do_Look(self, effect: ev.Look) -> None:
+        process = self.processes[effect.worker]
+        assert self.config.persists and process.stage in ("ready", "finished", "gone")
+
+        def looked() -> None:
+            if process.stage != "gone" and not process.doomed and not process.stuck:
+                self.decide(ev.Persisted(effect.worker, self.disk))
+
+        self.tell(self.soon(), looked)
+
     def _do_Close(self, effect: ev.Close) -> None:
         assert self.plan is not None
         stuck = tuple(w for w in effect.workers if self.processes[w].stuck)
