@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
 from resilient.core import changes as ch
 from resilient.core import events as ev
 from resilient.core import leader as ld
-from resilient.core.model import Holding, Outcome, Phase, Roster, Slot, State, Worker
+from resilient.core import takeover
+from resilient.core.model import (
+    Cut,
+    CutKind,
+    Fault,
+    FaultKind,
+    Holding,
+    Member,
+    Outcome,
+    Phase,
+    Plan,
+    Roster,
+    Slot,
+    State,
+    Worker,
+    WorkerState,
+)
 from tests.core.job import CONFIG, Job, show, training
-from tests.core.scenario import parse_worker
+from tests.core.scenario import parse_report, parse_worker
 
 
 def test_it_waits_until_every_node_has_told_what_it_runs() -> None:
@@ -183,20 +200,20 @@ def test_who_came_is_known_before_who_left() -> None:
     assert job.core.phase is Phase.COLLECTING and job.core.outcome is None
 
 
-@pytest.mark.parametrize("stepped", [True, False])
-def test_whether_a_generation_was_barren_is_told_by_the_inventories(stepped: bool) -> None:
-    job = training(replace(CONFIG, max_barren_generations=1))
-    assert job.published is not None and job.published.archive is not None
-    job.reports = []  # a WorkerStepped goes with its node's incarnation
+@pytest.mark.parametrize("step", [0, 5])
+def test_whether_a_generation_was_barren_is_told_by_the_inventories(step: int) -> None:
+    """A WorkerStepped is gone with its node's incarnation, or was never heard."""
+    job = training(replace(CONFIG, max_barren_generations=1, persists=True))
+    job.reports = []
     job.elect("n1")
-    job.joined("n0", f"w0/0:restored:g0:s{5 * stepped}")
-    job.joined("n1", f"w1@n1/0:restored:g0:s{5 * stepped}")
+    job.joined("n0", f"w0/0:restored:g0:s{step}", "persisted=0")
+    job.joined("n1", f"w1@n1/0:restored:g0:s{step}")
     job.exited("w1@n1")
-    lines = job.feed(job.left("w0", 5 * stepped))
-    if stepped:
-        assert lines == ["start w2@n1 n1/0"]
+    lines = job.exited("w0")
+    if step:
+        assert lines == ["start w2 n0/0", "start w3@n1 n1/0"]
     else:
-        assert lines == ["stop w0 (unrecoverable)"]
+        assert lines == ["closed unrecoverable"]
 
 
 def test_what_is_on_disk_is_told_by_the_inventories() -> None:
@@ -243,6 +260,18 @@ def test_a_start_from_nothing_waits_for_those_who_may_have_made_steps() -> None:
     ]
 
 
+def test_one_of_the_last_generation_can_say_that_it_made_no_step() -> None:
+    job = training()
+    job.gone("n0")
+    job.gone("n1")
+    job.arrive("n2")
+    job.elect("n2")
+    job.joined("n2")
+    assert job.ready("w2@n2") == []
+    job.arrive("n0")
+    assert job.joined("n0", "w0/0:ready:g0:s0") == ["publish 1: 0=w0 1=w2@n2; initial 0"]
+
+
 def test_a_start_from_nothing_waits_no_longer_than_for_nodes() -> None:
     job = training()
     job.gone("n0")
@@ -274,6 +303,24 @@ def test_a_copy_of_an_abandoned_branch_is_none_for_the_next_leader_either() -> N
     job.joined("n2", "w2@n2/0:ready:g0:s41:live41:undo40")
     held = job.core.extras[Worker("n2", 2)].holdings
     assert held == (Holding(40, "undo", 0),)
+
+
+def test_nor_is_one_on_a_node_that_the_last_plan_knew_already() -> None:
+    standing = Worker("n0", 0)
+    plan = Plan(2, (Member(0, Slot("n1", 0), Worker("n1", 1)),), ("h", 1), Cut(CutKind.DISK, 45))
+    archive = State(
+        CONFIG,
+        nodes={"n0": 1, "n1": 1},
+        incarnations={"n0": 3, "n1": 2},
+        cuts=((1, 40), (2, 45)),
+    )
+    inventories = [
+        ev.NodeJoined("n0", 1, 3, (parse_report("w0/0:ready:g0:s41:live41:undo40"),)),
+        ev.NodeJoined("n1", 1, 2, (parse_report("w1@n1/0:restored:g2:s50"),)),
+    ]
+    resumed = takeover.resume(CONFIG, ch.Published(plan, {}, archive), inventories, [], 0.0)
+    assert resumed.state.extras[standing].holdings == (Holding(40, "undo", 0),)
+    assert resumed.events == ()
 
 
 def test_nor_is_it_one_for_the_leader_that_saw_it_come_back() -> None:
@@ -351,6 +398,29 @@ def test_an_archive_has_no_times_and_no_members() -> None:
     assert archive.usual_step_s == 0.5 and archive.cuts == ((0, 0), (1, 40)) and archive.decorated
     assert archive.losses == {"n2": 1} and archive.committed_step == 40
     assert archive.deaths == {Slot("n1", 0): 1}
+
+
+def test_nothing_of_that_is_archived_whatever_the_state() -> None:
+    """Also what a plan's own decision has just cleared."""
+    worker = Worker("n0", 0)
+    fault = Fault(FaultKind.DIED, worker, 0, 0, 0, 5.0)
+    full: dict[str, Any] = {
+        "roster": Roster(ready=1),
+        "extras": {worker: WorkerState()},
+        "stores": {1: ("h", 1)},
+        "away": frozenset({"n1"}),
+        "silent": 1,
+        "look_due": True,
+        "unsure": True,
+        "looking": worker,
+        "faults": (fault,),
+        "root_cause": fault,
+    }
+    times = {f.name for f in fields(State) if f.name.endswith("_s")} - {"usual_step_s"}
+    assert times >= {"deadline_s", "drain_by_s", "orphans_until_s", "quorum_by_s"}
+    full |= dict.fromkeys(sorted(times), 5.0)
+    state = State(CONFIG, **full)
+    assert takeover.archive(state) == State(CONFIG)
 
 
 def test_what_was_counted_goes_on_counting_under_the_next_leader() -> None:
