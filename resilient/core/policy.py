@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from resilient.core.capacity import num_nodes_left, standby_nodes
+from resilient.core.capacity import Standby, num_nodes_left, standby_nodes
 from resilient.core.model import (
     Fault,
     FaultKind,
@@ -165,13 +165,79 @@ class Membership:
         return count(self.filled) + count(self.waiting)
 
 
-def choose_members(
-    state: State,
-    *,
-    give_up_waiting: bool = False,
-    replace_dead: bool | None = None,
-    without: Ranks = 0,
-) -> Membership:
+class _Draft:
+    """A membership in the making, by the last plan's ranks; see Membership for the names."""
+
+    def __init__(self, state: State, *, give_up_waiting: bool, replaces: bool, without: Ranks):
+        assert state.plan is not None
+        plan, roster = state.plan, state.roster
+        excluded = (plan.rank_at(slot) for slot in state.excluded)
+        self.state, self.last = state, plan
+        self.barred = from_ranks([rank for rank in excluded if rank is not None]) & ~roster.lost
+        self.dropped = roster.lost | self.barred | without
+        well = roster.alive & ~roster.killed & ~self.dropped
+        self.filled = well & roster.waiting
+        self.waiting = well & ~self.filled
+        self.substitutes: dict[int, Worker] = {}
+        self.slots: dict[int, Slot] = {}
+        self.to_start: list[Slot] = []
+        holes = full(plan.world_size) & ~self.dropped & ~well
+        if replaces:
+            self._fill(holes)
+        else:
+            self.dropped |= holes
+        if give_up_waiting:
+            self.dropped, self.waiting, self.to_start = self.dropped | self.waiting, 0, []
+        self.num_nodes = num_nodes_left(state, self.dropped)
+
+    def _fill(self, holes: Ranks) -> None:
+        """On the same node: a worker that is ready, else one that is starting, else a new one."""
+        slots = [(rank, self.last.members[rank].slot) for rank in iterate(holes)]
+        extra = _extra_on(self.state, {slot.node for _, slot in slots})
+        late = []
+        for rank, slot in slots:
+            substitute = _take(extra, slot, ready=True)
+            if substitute is not None:
+                self.substitutes[rank] = substitute
+                continue
+            late.append(rank)
+            if _take(extra, slot, ready=False) is None:
+                self.to_start.append(slot)
+        self.filled |= from_ranks(self.substitutes)
+        self.waiting |= from_ranks(late)
+
+    @property
+    def is_few(self) -> bool:
+        config = self.state.config
+        size = count(self.filled | self.waiting)
+        return size < config.min_world_size or self.num_nodes < config.min_nodes
+
+    def newest_held(self) -> int:
+        """The newest step that one of these ranks would bring along; -1: none holds any."""
+        stay = self.filled & ~from_ranks(self.substitutes)
+        held = [what for ranks, what in self.state.roster.holdings if ranks & stay]
+        held += [self.state.extras[worker].holdings for worker in self.substitutes.values()]
+        return max((holding.step for what in held for holding in what), default=-1)
+
+    def keep_last_holder(self) -> None:
+        """Where nobody else holds any state, an excluded slot keeps its rank until others do."""
+        waiting = self.barred & self.state.roster.waiting & ~self.state.roster.killed
+        holders = [held & waiting for held, _ in self.state.roster.holdings if held & waiting]
+        first = min((held & -held for held in holders), default=0)
+        self.filled, self.dropped = self.filled | first, self.dropped & ~first
+
+    def come_in(self, nodes: Sequence[Standby]) -> None:
+        """Nodes that stand by get the ranks of dropped slots, then ranks beyond the last plan's."""
+        ranks = itertools.chain(iterate(self.dropped), itertools.count(self.last.world_size))
+        places = (place for node in nodes for place in node.ready)
+        for rank, (slot, worker) in zip(ranks, places, strict=False):
+            self.slots[rank], self.substitutes[rank] = slot, worker
+        self.filled |= from_ranks(self.slots)
+        self.dropped &= ~self.filled
+        self.num_nodes += len(nodes)
+
+
+def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership:
     """Fills the slots of the last plan with living workers.
 
     A survivor keeps its slot and, unless the world shrinks below it, its rank. A dead one's slot
@@ -181,96 +247,42 @@ def choose_members(
 
     Args:
         give_up_waiting: drop the slots that have no ready worker (the rendezvous timed out).
-        replace_dead: default: as the user wants it, while there are enough ranks without.
-        without: ranks to be dropped in any case.
     """
-    assert state.plan is not None
-    plan, roster = state.plan, state.roster
-    excluded = (plan.rank_at(slot) for slot in state.excluded)
-    barred = from_ranks([rank for rank in excluded if rank is not None])
-    dropped = roster.lost | barred | without
-    well = roster.alive & ~roster.killed & ~dropped
-    filled = well & roster.waiting
-    waiting = well & ~filled
-    holes = full(plan.world_size) & ~dropped & ~well
     config = state.config
-    replaces = replace_dead or config.replace or state.phase is Phase.FORMING
-    if not replaces:
-        dropped, holes = dropped | holes, 0
 
-    slots = [(rank, plan.members[rank].slot) for rank in iterate(holes)]
-    extra = _extra_on(state, {slot.node for _, slot in slots})
-    substitutes: dict[int, Worker] = {}
-    late: list[int] = []
-    to_start: list[Slot] = []
-    for rank, slot in slots:
-        substitute = _take(extra, slot, ready=True)
-        if substitute is not None:
-            substitutes[rank] = substitute
-            continue
-        late.append(rank)
-        if _take(extra, slot, ready=False) is None:
-            to_start.append(slot)
-    filled |= from_ranks(substitutes)
-    waiting |= from_ranks(late)
-    if give_up_waiting:
-        dropped, waiting, to_start = dropped | waiting, 0, []
-    num_nodes = num_nodes_left(state, dropped)
-    few = count(filled | waiting) < config.min_world_size or num_nodes < config.min_nodes
-    if few and not replaces and state.may_grow:
-        return choose_members(
-            state, give_up_waiting=give_up_waiting, replace_dead=True, without=without
-        )
-    room = config.max_nodes - num_nodes if replaces else 0
+    def draft(replaces: bool, without: Ranks = 0) -> _Draft:
+        return _Draft(state, give_up_waiting=give_up_waiting, replaces=replaces, without=without)
+
+    replaces = config.replace or state.phase is Phase.FORMING
+    chosen = draft(replaces)
+    if chosen.is_few and not replaces and state.may_grow:
+        replaces = True  # below the minimum everybody is welcome
+        chosen = draft(replaces)
     standby = standby_nodes(state) if replaces else []
-    if room <= 0 and standby and standby[0].ready and not without:
-        held = _newest_held(state, filled, substitutes)
-        if standby[0].held_step > held:  # the last copy must not stand by: a node makes room
-            node = max(plan.members[rank].slot.node for rank in iterate(filled | waiting))
-            ranks = from_ranks(plan.ranks_on(node))
-            return choose_members(
-                state, give_up_waiting=give_up_waiting, replace_dead=True, without=ranks
-            )
-    room = max(room, 0)
+    best = standby[0].held_step if standby and standby[0].ready else -1
+    if best > chosen.newest_held() and chosen.num_nodes >= config.max_nodes:
+        # The last copy must not stand by: a node that holds an older one makes room.
+        members = chosen.last.members
+        node = max(members[rank].slot.node for rank in iterate(chosen.filled | chosen.waiting))
+        chosen = draft(replaces, from_ranks(chosen.last.ranks_on(node)))
+    room = max(config.max_nodes - chosen.num_nodes, 0)
     ready = [one for one in standby if one.ready][:room]
-    late_nodes = [one for one in standby if not one.ready][: room - len(ready)]
-    others = max([_newest_held(state, filled, substitutes), *(one.held_step for one in ready)])
-    if barred and others < 0 and not few:
-        last = _first_holder(state, barred & ~roster.lost & ~without)
-        filled, dropped = filled | last, dropped & ~last
-    places = itertools.chain(iterate(dropped), itertools.count(plan.world_size))
-    new_slots: dict[int, Slot] = {}
-    pairs = (pair for one in ready for pair in one.ready)
-    for rank, (slot, worker) in zip(places, pairs, strict=False):
-        new_slots[rank], substitutes[rank] = slot, worker
-    filled |= from_ranks(new_slots)
+    late = [one for one in standby if not one.ready][: room - len(ready)]
+    held = max([chosen.newest_held(), *(one.held_step for one in ready)])
+    if held < 0 and not chosen.is_few:
+        chosen.keep_last_holder()
+    chosen.come_in(ready)
     return Membership(
-        filled,
-        substitutes,
-        waiting,
-        tuple(sorted(to_start)),
-        dropped & ~filled,
-        {} if waiting else _dense(filled),
-        new_slots,
-        num_nodes + len(ready),
-        (len(late_nodes), sum(one.num_slots for one in late_nodes)),
+        chosen.filled,
+        chosen.substitutes,
+        chosen.waiting,
+        tuple(sorted(chosen.to_start)),
+        chosen.dropped,
+        {} if chosen.waiting else _dense(chosen.filled),
+        chosen.slots,
+        chosen.num_nodes,
+        (len(late), sum(one.num_slots for one in late)),
     )
-
-
-def _first_holder(state: State, ranks: Ranks) -> Ranks:
-    """The first of these ranks that holds state. Where nobody else does, its slot is excluded no
-    sooner than when others have got it."""
-    waiting = ranks & state.roster.waiting & ~state.roster.killed
-    holders = [held & waiting for held, _ in state.roster.holdings if held & waiting]
-    return min((held & -held for held in holders), default=0)
-
-
-def _newest_held(state: State, filled: Ranks, substitutes: Mapping[int, Worker]) -> int:
-    """The newest step that one of these ranks would bring along; -1: none holds any."""
-    stay = filled & ~from_ranks(substitutes)
-    held = [what for ranks, what in state.roster.holdings if ranks & stay]
-    held += [state.extras[worker].holdings for worker in substitutes.values()]
-    return max((holding.step for what in held for holding in what), default=-1)
 
 
 def _extra_on(state: State, nodes: set[str]) -> dict[Worker, WorkerState]:
