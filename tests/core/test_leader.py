@@ -270,3 +270,15 @@ def test_members_and_those_who_came_back_without_a_rank_may_say_alike() -> None:
     batch = tuple(job.left(word, 40) for word in ("w0", "w1@n1", "w2@n2"))
     lines = job.feed(ld.Batch(batch))
     assert lines == ["publish 1: 0=w0 1=w1@n1 2=w2@n2; memory 40 from 0,1,2"]
+
+
+def test_a_node_that_is_told_of_again_is_the_same_one() -> None:
+    """Its inventory and its numbers stand: else no report of it would count, or one twice."""
+    job = training()
+    assert job.feed(job.nodes["n0"]) == []
+    report = job.reported("n0", ev.WorkerExited(Worker("n0", 0), -9))
+    assert job.feed(report) == ["abort 0: w1@n1"]
+    job.feed(job.nodes["n0"])
+    num_events = len(job.events)
+    job.feed(report)
+    assert len(job.events) == num_events
