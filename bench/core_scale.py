@@ -3,7 +3,8 @@
 First thirty days of 10,000 nodes of 8 ranks, in simulation around the production's coordinator
 (resilient/sim/fleet.py): nodes fail once in 1,000 days each, now and then a switch takes hundreds
 at once, ranks die and hang; every plan is checked. Then each kind of decision in a world of 100,000
-ranks, the slowest of its kind. The limits are for one core; the exit code is 1 where one is missed.
+ranks, the slowest of its kind. The limits are for one core, in time of the processor: what else
+the machine does is left out. The exit code is 1 where a limit is missed.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Stopwatch:
         self.label = ""
 
     def step(self, state: State, event: ev.Event, now_s: float) -> ev.Decision:
-        start_s = time.perf_counter()
+        start_s = time.process_time()
         decision = coordinator.step(state, event, now_s)
-        took_s = time.perf_counter() - start_s
+        took_s = time.process_time() - start_s
         self.total_s += took_s
         told = event.event if isinstance(event, ev.Alike) else event
         label = self.label or f"{type(told).__name__} in {state.phase.value}"
@@ -53,9 +54,9 @@ def month(num_nodes: int, days: float) -> bool:
     config = Config(min_nodes=int(9_000 * share), max_nodes=int(9_950 * share))
     settings = fleet.Settings(num_nodes, NUM_SLOTS, days, config=config)
     watch = Stopwatch()
-    start_s = time.perf_counter()
+    start_s, started_s = time.process_time(), time.perf_counter()
     counts = fleet.run(SEED, settings, watch.step)
-    wall_s = time.perf_counter() - start_s
+    took_s, wall_s = time.process_time() - start_s, time.perf_counter() - started_s
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     what, slowest_s = max(watch.slowest.items(), key=lambda item: item[1])
     print(f"fleet    {num_nodes} nodes of {NUM_SLOTS} ranks, {days:g} days, seed {SEED}")
@@ -68,9 +69,10 @@ def month(num_nodes: int, days: float) -> bool:
     since = counts.num_decisions - counts.num_decisions_to_start
     print(f"decided  {counts.num_decisions_to_start} times to start, {since} times since")
     print(f"slowest  {slowest_s * 1e3:.0f} ms ({what}); limit {DECISION_S * 1e3:.0f} ms")
-    print(f"wall     {wall_s:.1f} s, {watch.total_s:.1f} s of it decisions; limit {FLEET_S:g} s")
+    print(f"took     {took_s:.1f} s, {watch.total_s:.1f} s of it decisions; limit {FLEET_S:g} s")
+    print(f"wall     {wall_s:.1f} s")
     print(f"memory   {peak_bytes / 1e6:.0f} MB at most; limit {FLEET_BYTES / 1e6:.0f} MB")
-    return wall_s < FLEET_S and peak_bytes < FLEET_BYTES and slowest_s < DECISION_S
+    return took_s < FLEET_S and peak_bytes < FLEET_BYTES and slowest_s < DECISION_S
 
 
 class Script:
@@ -198,8 +200,8 @@ def shown(slowest: dict[str, float]) -> Iterator[str]:
 
 
 def decisions(num_nodes: int) -> bool:
-    """Whether every decision stays within its limit: the best of some runs, the machine's other
-    work left out; of each run, the slowest of its kind."""
+    """Whether every decision stays within its limit: of each run, the slowest of its kind; of some
+    runs, the best."""
     best: dict[str, float] = {}
     for _ in range(NUM_REPEATS):
         watch = Stopwatch()
