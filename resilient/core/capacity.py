@@ -21,12 +21,14 @@ class Standby(NamedTuple):
     """A node without a rank.
 
     Attributes:
-        ready: a worker for each of its slots, in order; empty while one of them is not ready.
+        some: its slots that have a worker that is ready, in order, with that worker.
+        ready: the same; empty while one of them is not ready.
         num_slots: slots that are not excluded.
         held_step: newest step that one of its workers holds; -1: none.
     """
 
     node: str
+    some: tuple[tuple[Slot, Worker], ...]
     ready: tuple[tuple[Slot, Worker], ...]
     num_slots: int
     held_step: int
@@ -61,9 +63,9 @@ def standby_nodes(state: State) -> list[Standby]:
     for node in nodes:
         slots = list(slots_of(state, node))
         if slots:
-            full = all(slot in ready for slot in slots)
-            workers = tuple((slot, ready[slot]) for slot in slots) if full else ()
-            found.append(Standby(node, workers, len(slots), held.get(node, -1)))
+            some = tuple((slot, ready[slot]) for slot in slots if slot in ready)
+            full = some if len(some) == len(slots) else ()
+            found.append(Standby(node, some, full, len(slots), held.get(node, -1)))
     return sorted(found, key=lambda standby: (-standby.held_step, standby.node))
 
 

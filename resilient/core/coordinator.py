@@ -212,7 +212,9 @@ def _health(move: Move, event: ev.HealthCheckFailed) -> None:
     move.do(ev.ExcludeSlot(event.slot, event.note))
     warm = [w for w, known in move.state.extras.items() if known.slot == event.slot]
     move.kill(sorted(warm), "its slot is excluded")
-    if move.state.phase in (Phase.RUNNING, Phase.RESTORING):
+    plan = move.state.plan
+    has_rank = plan is not None and plan.has_slot(event.slot)
+    if has_rank and move.state.phase in (Phase.RUNNING, Phase.RESTORING):
         abort(move, f"slot {event.slot} excluded: {event.note}")
 
 

@@ -147,6 +147,7 @@ class Membership:
             ranks beyond the last plan's. Their workers are among the substitutes.
         num_nodes: that have a rank.
         coming: (nodes, slots) that stand by and could come in, were they ready.
+        holder_comes: one of these holds a newer step than anybody else, and is waited for.
     """
 
     filled: Ranks = field(repr=False)
@@ -158,6 +159,7 @@ class Membership:
     slots: Mapping[int, Slot] = field(default_factory=dict)
     num_nodes: int = 1
     coming: tuple[int, int] = (0, 0)
+    holder_comes: bool = False
 
     @property
     def world_size(self) -> int:
@@ -206,11 +208,12 @@ class _Draft:
         self.filled |= from_ranks(self.substitutes)
         self.waiting |= from_ranks(late)
 
-    @property
-    def is_few(self) -> bool:
+    def is_few(self, nodes: Sequence[Standby] = ()) -> bool:
+        """Whether they are fewer than the minimum, with these nodes, too."""
         config = self.state.config
-        size = count(self.filled | self.waiting)
-        return size < config.min_world_size or self.num_nodes < config.min_nodes
+        size = count(self.filled | self.waiting) + sum(len(node.ready) for node in nodes)
+        num_nodes = self.num_nodes + len(nodes)
+        return size < max(config.min_world_size, 1) or num_nodes < config.min_nodes
 
     def newest_held(self) -> int:
         """The newest step that one of these ranks would bring along; -1: none holds any."""
@@ -219,12 +222,20 @@ class _Draft:
         held += [self.state.extras[worker].holdings for worker in self.substitutes.values()]
         return max((holding.step for what in held for holding in what), default=-1)
 
-    def keep_last_holder(self) -> None:
-        """Where nobody else holds any state, an excluded slot keeps its rank until others do."""
+    def keep_last_holder(self, nodes: Sequence[Standby]) -> None:
+        """Where nobody else holds any state, an excluded slot keeps its rank until others do.
+
+        nodes: that come in.
+        """
+        if self.is_few(nodes):
+            return
         waiting = self.barred & self.state.roster.waiting & ~self.state.roster.killed
         holders = [held & waiting for held, _ in self.state.roster.holdings if held & waiting]
         first = min((held & -held for held in holders), default=0)
-        self.filled, self.dropped = self.filled | first, self.dropped & ~first
+        dropped = self.dropped & ~first
+        num_nodes = num_nodes_left(self.state, dropped)
+        if num_nodes + len(nodes) <= self.state.config.max_nodes:
+            self.filled, self.dropped, self.num_nodes = self.filled | first, dropped, num_nodes
 
     def come_in(self, nodes: Sequence[Standby]) -> None:
         """Nodes that stand by get the ranks of dropped slots, then ranks beyond the last plan's."""
@@ -255,12 +266,15 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
 
     replaces = config.replace or state.phase is Phase.FORMING
     chosen = draft(replaces)
-    if chosen.is_few and not replaces and state.may_grow:
+    if chosen.is_few() and not replaces and state.may_grow:
         replaces = True  # below the minimum everybody is welcome
         chosen = draft(replaces)
     standby = standby_nodes(state) if replaces else []
-    best = standby[0].held_step if standby and standby[0].ready else -1
-    if best > chosen.newest_held() and chosen.num_nodes >= config.max_nodes:
+    others = max(chosen.newest_held(), state.persisted_step or -1)
+    is_best = bool(standby) and standby[0].held_step > others
+    if is_best and give_up_waiting:  # without its slots that are not ready
+        standby[0] = standby[0]._replace(ready=standby[0].some)
+    if is_best and standby[0].ready and chosen.num_nodes >= config.max_nodes:
         # The last copy must not stand by: a node that holds an older one makes room.
         members = chosen.last.members
         node = max(members[rank].slot.node for rank in iterate(chosen.filled | chosen.waiting))
@@ -268,9 +282,8 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     room = max(config.max_nodes - chosen.num_nodes, 0)
     ready = [one for one in standby if one.ready][:room]
     late = [one for one in standby if not one.ready][: room - len(ready)]
-    held = max([chosen.newest_held(), *(one.held_step for one in ready)])
-    if held < 0 and not chosen.is_few:
-        chosen.keep_last_holder()
+    if max([chosen.newest_held(), *(one.held_step for one in ready)]) < 0:
+        chosen.keep_last_holder(ready)
     chosen.come_in(ready)
     return Membership(
         chosen.filled,
@@ -282,6 +295,7 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
         chosen.slots,
         chosen.num_nodes,
         (len(late), sum(one.num_slots for one in late)),
+        is_best and not standby[0].ready,
     )
 
 

@@ -323,7 +323,7 @@ def _try_plan(move: Move) -> None:
         committed_step=state.committed_step,
         persisted_step=state.persisted_step,
     )
-    waits = _looks_at_disk(move, chosen, cut) or _may_hold_more(move, cut)
+    waits = chosen.holder_comes or _looks_at_disk(move, chosen, cut) or _may_hold_more(move, cut)
     # A job that persists may learn of a checkpoint from a worker that is still to come.
     if cut is None and not waits and not (chosen.waiting and state.config.persists):
         end(
@@ -466,8 +466,8 @@ def _publish(move: Move, plan: Plan, newcomers: Iterable[Worker]) -> None:
             move.change(worker, slot=None)
     stores = {g: s for g, s in move.state.stores.items() if g > plan.generation}
     move.set(stores=stores, stepped=False, faults=(), began_s=move.now_s)
-    move.set(away=frozenset(), silent=0, orphans_until_s=None, quorum_by_s=None)
-    move.set(away_until_s=None, look_due=False, looked=False, looking=None, unsure=False)
+    move.set(silent=0, orphans_until_s=None, quorum_by_s=None)
+    move.set(look_due=False, looked=False, looking=None, unsure=False)
     _continue_from(move, plan)
     if plan.cut.kind is not CutKind.INITIAL:
         move.know(plan.cut.step)
