@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from resilient.core import events as ev
 from resilient.core.capacity import growth_due_s, slots_of
 from resilient.core.cut import newest_cut
+from resilient.core.membership import Membership, choose_members, held_by, members_of
 from resilient.core.model import (
     INSIDE,
     Cut,
@@ -29,14 +30,7 @@ from resilient.core.model import (
     Worker,
 )
 from resilient.core.move import Move
-from resilient.core.policy import (
-    Membership,
-    choose_members,
-    count_deaths,
-    held_by,
-    judge,
-    members_of,
-)
+from resilient.core.policy import count_deaths, judge
 from resilient.core.ranks import Ranks, from_ranks, full, iterate
 from resilient.core.ranks import count as count_ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from resilient.core import policy, transitions
+from resilient.core import membership, policy, transitions
 from resilient.core.model import Cut, CutKind, Phase, Status
 from resilient.core.move import Move
 from resilient.core.ranks import iterate
@@ -103,8 +103,8 @@ def _no_check(move: Move, generation: int) -> bool:
         (transitions, "_enforce", _no_killing),
         (transitions, "_decide", _decide_aloud),
         (Move, "enter", _no_deadline),
-        (policy, "_dense", _holes),
-        (policy, "_take", _all_spares_ready),
+        (membership, "_dense", _holes),
+        (membership, "_take", _all_spares_ready),
         (Move, "current", _no_check),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
