@@ -47,10 +47,9 @@ def standby_nodes(state: State) -> list[Standby]:
     plan = state.plan
     if plan is None:
         return []
-    nodes = [node for node in state.nodes if not plan.ranks_on(node)]
-    if not nodes:
+    wanted = state.nodes.keys() - plan.nodes
+    if not wanted:
         return []
-    wanted = set(nodes)
     ready: dict[Slot, Worker] = {}
     held: dict[str, int] = {}
     for worker, known in state.extras.items():
@@ -60,7 +59,7 @@ def standby_nodes(state: State) -> list[Standby]:
             steps = [holding.step for holding in known.holdings]
             held[worker.node] = max([held.get(worker.node, -1), *steps])
     found = []
-    for node in nodes:
+    for node in sorted(wanted):
         slots = list(slots_of(state, node))
         if slots:
             some = tuple((slot, ready[slot]) for slot in slots if slot in ready)

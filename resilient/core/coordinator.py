@@ -132,7 +132,7 @@ def _node_joined(move: Move, event: ev.NodeJoined) -> None:
         if first and not move.state.stores:
             move.do(ev.OpenStore(move.state.num_restarts))
     elif move.state.phase in (Phase.RUNNING, Phase.COLLECTING, Phase.FORMING):
-        staff(move)
+        staff(move, node)
 
 
 def _node_left(move: Move, event: ev.NodeLeft) -> None:
@@ -381,14 +381,14 @@ def _lose_extra(move: Move, event: ev.WorkerExited, known: WorkerState) -> None:
     if known.slot is None:
         move.set(num_spare_deaths=move.state.num_spare_deaths + 1)
         if move.state.phase is Phase.RUNNING:
-            staff(move)
+            staff(move, event.worker.node)
     else:
         deaths = {**move.state.deaths, known.slot: move.state.deaths.get(known.slot, 0) + 1}
         move.set(deaths=deaths)
         if deaths[known.slot] >= move.state.config.max_deaths_per_slot:
             exclude(move, [known.slot])
         if move.state.phase is Phase.RUNNING:
-            staff(move)
+            staff(move, event.worker.node)
 
 
 def _exited_forming(move: Move, event: ev.WorkerExited) -> None:
@@ -476,7 +476,7 @@ def _hung(move: Move, event: ev.WorkersHung) -> None:
     inside = move.inside()
     stopped = move.bits(event.stopped) & inside
     if stopped and stopped != inside:
-        kill_hung(move, [w for w in event.stopped if move.bits([w]) & stopped], "stopped")
+        kill_hung(move, stopped, "stopped")
     abort(move, "no progress for the hang timeout")
 
 

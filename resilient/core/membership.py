@@ -12,7 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from resilient.core.capacity import Standby, num_nodes_left, standby_nodes
-from resilient.core.model import Group, Member, Phase, Slot, State, Status, Worker, WorkerState
+from resilient.core.model import (
+    Group,
+    Member,
+    Phase,
+    Plan,
+    Slot,
+    State,
+    Status,
+    Worker,
+    WorkerState,
+)
 from resilient.core.ranks import Ranks, bit, count, from_ranks, full, has, iterate
 
 
@@ -57,9 +67,8 @@ class _Draft:
     def __init__(self, state: State, *, give_up_waiting: bool, replaces: bool, without: Ranks):
         assert state.plan is not None
         plan, roster = state.plan, state.roster
-        excluded = (plan.rank_at(slot) for slot in state.excluded)
         self.state, self.last = state, plan
-        self.barred = from_ranks([rank for rank in excluded if rank is not None]) & ~roster.lost
+        self.barred = _excluded_ranks(state.excluded, plan) & ~roster.lost
         self.dropped = roster.lost | self.barred | without
         well = roster.alive & ~roster.killed & ~self.dropped
         self.filled = well & roster.waiting
@@ -153,7 +162,10 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
     if chosen.is_few() and not replaces and state.may_grow:
         replaces = True  # below the minimum everybody is welcome
         chosen = draft(replaces)
-    standby = standby_nodes(state) if replaces else []
+    # Looking for them takes a look at every node: not for each of 80,000 workers that come up.
+    has_room = chosen.num_nodes < config.max_nodes
+    wanted = has_room or any(known.holdings for known in state.extras.values())
+    standby = standby_nodes(state) if replaces and wanted else []
     others = max(chosen.newest_held(), state.persisted_step or -1)
     is_best = bool(standby) and standby[0].held_step > others
     if is_best and give_up_waiting:  # without its slots that are not ready
@@ -181,6 +193,12 @@ def choose_members(state: State, *, give_up_waiting: bool = False) -> Membership
         (len(late), sum(one.num_slots for one in late)),
         is_best and not standby[0].ready,
     )
+
+
+def _excluded_ranks(excluded: frozenset[Slot], plan: Plan) -> Ranks:
+    nodes = {slot.node for slot in excluded}
+    ranks = [rank for node in nodes for rank in plan.ranks_on(node)]
+    return from_ranks([rank for rank in ranks if plan.members[rank].slot in excluded])
 
 
 def _extra_on(state: State, nodes: set[str]) -> dict[Worker, WorkerState]:

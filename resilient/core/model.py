@@ -7,7 +7,7 @@ knows a clock, a socket or torch. Times are seconds of the caller's monotonic cl
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -169,6 +169,11 @@ class Plan:
             if self.members[rank].slot == slot:
                 return rank
         return None
+
+    @property
+    def nodes(self) -> Set[str]:
+        """Those that have a rank."""
+        return self._by_node.keys()
 
     @property
     def num_nodes(self) -> int:

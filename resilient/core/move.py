@@ -7,7 +7,7 @@ worker is looked up by name, member or not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -159,6 +159,13 @@ class Move:
         self.set(next_number=worker.number + 1)
         self.do(ev.StartWorker(worker, slot, self.state.plan, self.state.num_restarts))
 
+    def kill_ranks(self, ranks: Ranks, reason: str) -> None:
+        """The same for members, by rank; ascending by worker."""
+        fresh = ranks & ~self.state.roster.killed
+        self.do(*(ev.KillWorker(worker, reason) for worker in self.workers(fresh)))
+        roster = self.state.roster
+        self.set(roster=replace(roster, killed=roster.killed | fresh))
+
     def kill(self, workers: Iterable[Worker], reason: str) -> None:
         """Kills those that have not been told to die already, in this order."""
         roster = self.state.roster
@@ -211,17 +218,25 @@ class Move:
 
     def faults(self, kind: FaultKind, workers: Iterable[Worker], step: int, **details: Any) -> None:
         """The same fault of each of these workers, in this order."""
+        self._faults(kind, ((self.rank(worker), worker) for worker in workers), step, details)
+
+    def faults_of(self, kind: FaultKind, ranks: Ranks, step: int, **details: Any) -> None:
+        """The same for members, by rank; ascending by worker."""
+        members = self.state.plan.members if self.state.plan else ()
+        found = sorted((members[rank].worker, rank) for rank in iterate(ranks))
+        self._faults(kind, ((rank, worker) for worker, rank in found), step, details)
+
+    def _faults(
+        self,
+        kind: FaultKind,
+        whom: Iterable[tuple[int | None, Worker]],
+        step: int,
+        details: Mapping[str, Any],
+    ) -> None:
+        generation = self.state.plan.generation if self.state.plan else -1
         seen = [
-            Fault(
-                kind=kind,
-                worker=worker,
-                rank=self.rank(worker),
-                generation=self.state.plan.generation if self.state.plan else -1,
-                step=step,
-                seen_s=self.now_s,
-                **details,
-            )
-            for worker in workers
+            Fault(kind, worker, rank, generation, step, self.now_s, **details)
+            for rank, worker in whom
         ]
         self.set(faults=(*self.state.faults, *seen))
 

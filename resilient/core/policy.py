@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from resilient.core.model import Fault, FaultKind, Outcome, Slot, State, Worker
+from resilient.core.model import Fault, FaultKind, Outcome, Slot, State
 
 CONFIG_ERROR = "resilient.errors.ConfigError"
 
@@ -94,7 +94,7 @@ def count_deaths(state: State, faults: Sequence[Fault]) -> tuple[State, tuple[Sl
     deaths = dict(state.deaths)
     excluded = []
     for fault in faults:
-        slot = _slot_of(state, fault.worker)
+        slot = _slot_of(state, fault)
         died = fault.kind is FaultKind.DIED or (
             fault.kind is FaultKind.HUNG and fault.status is not None
         )
@@ -107,11 +107,10 @@ def count_deaths(state: State, faults: Sequence[Fault]) -> tuple[State, tuple[Sl
     return state, tuple(sorted(set(excluded)))
 
 
-def _slot_of(state: State, worker: Worker) -> Slot | None:
-    known = state.extras.get(worker)
-    if known is not None:
-        return known.slot
-    rank = state.plan.rank_of(worker) if state.plan is not None else None
-    if state.plan is not None and rank is not None:
-        return state.plan.members[rank].slot
-    return None
+def _slot_of(state: State, fault: Fault) -> Slot | None:
+    known, plan = state.extras.get(fault.worker), state.plan
+    if known is not None or plan is None:
+        return known.slot if known else None
+    current = fault.generation == plan.generation
+    rank = fault.rank if current else plan.rank_of(fault.worker)
+    return None if rank is None else plan.members[rank].slot

@@ -7,8 +7,9 @@ single events (coordinator.py) only record and, where it does not depend on othe
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from resilient.core import events as ev
 from resilient.core.capacity import growth_due_s, slots_of
@@ -35,6 +36,7 @@ from resilient.core.ranks import Ranks, from_ranks, full, iterate
 from resilient.core.ranks import count as count_ranks
 
 MAX_SPARE_DEATHS = 3
+_NODE_OF = operator.attrgetter("node")
 MAX_CUTS = 1000
 SIGKILL_STATUS = -9
 
@@ -72,21 +74,25 @@ def exclude(move: Move, slots: Iterable[Slot]) -> None:
         move.do(ev.ExcludeSlot(slot, f"{died} deaths without a committed step"))
 
 
-def staff(move: Move, *, needed: bool = False) -> None:
+def staff(move: Move, only: str | None = None, *, needed: bool = False) -> None:
     """Spares where there are ranks; where there are none, a worker for each slot, to stand by.
 
+    only: this node, which alone has changed; None: any may have.
     needed: also where nobody is to be replaced, since there are too few.
     """
     state = move.state
     needed = needed or state.config.replace or state.quorum_by_s is not None
     if not needed or not state.decorated or state.plan is None:
         return
-    living = [(w, known) for w, known in state.extras.items() if not known.killed]
-    have = Counter(worker.node for worker, _ in living)
-    taken = {known.slot for _, known in living}
+    extras = state.extras.items()
+    living = {w: k.slot for w, k in extras if not k.killed and only in (None, w.node)}
+    have = Counter(map(_NODE_OF, living))
+    taken = set(living.values())
     few = state.num_spare_deaths < MAX_SPARE_DEATHS
     spares = state.config.num_spares if state.config.replace and few else 0
-    for node in sorted(state.nodes):
+    nodes = state.nodes.keys() if only is None else {only}
+    short = {node for node in nodes if have.get(node, 0) < spares}
+    for node in sorted(short | (nodes - state.plan.nodes)):
         if state.plan.ranks_on(node):
             for _ in range(spares - have[node]):
                 move.launch(None, node)
@@ -234,25 +240,24 @@ def _enforce(move: Move, inside: Ranks) -> None:
         move.enter(Phase.STOPPING, config.last_holder_timeout_s)
         move.why("the last ranks to hold the state get more time")
         return
-    workers = move.workers(inside)
-    move.do(ev.DumpStacks(tuple(workers)))
-    kill_hung(move, workers, "did not leave its generation in time")
+    move.do(ev.DumpStacks(tuple(move.workers(inside))))
+    kill_hung(move, inside, "did not leave its generation in time")
     move.enter(Phase.STOPPING, config.kill_timeout_s)
-    move.why(f"killing {len(workers)} ranks that did not come out")
+    move.why(f"killing {count_ranks(inside)} ranks that did not come out")
 
 
-def kill_hung(move: Move, workers: Sequence[Worker], why: str) -> None:
+def kill_hung(move: Move, ranks: Ranks, why: str) -> None:
     """Kills ranks that cannot or do not come out. What was seen of the hang stays with them."""
     seen = next((fault for fault in move.state.faults if fault.kind is FaultKind.HUNG), None)
-    move.faults(
+    move.faults_of(
         FaultKind.HUNG,
-        workers,
+        ranks,
         move.state.committed_step,
         began_s=seen.began_s if seen else None,
         status=SIGKILL_STATUS,
         note="; ".join(filter(None, (why, seen.note if seen else ""))),
     )
-    move.kill(workers, why)
+    move.kill_ranks(ranks, why)
 
 
 def _advance_stopping_script(move: Move) -> None:
