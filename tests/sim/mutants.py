@@ -427,7 +427,7 @@ def gives_one_spare_two_ranks(
 
 
 @mistake((transitions, "staff"), (coordinator, "staff"))
-def forgets_the_spares(right: Callable[..., None], move: Move, **_: Any) -> None:
+def forgets_the_spares(right: Callable[..., None], *_: Any, **__: Any) -> None:
     """Neither spares nor workers on nodes that stand by are started."""
 
 
