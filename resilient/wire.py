@@ -23,6 +23,10 @@ class WireError(ResilientError):
     """Bytes that are no message of ours."""
 
 
+class UnknownEvent(WireError):
+    """A journal's event of a type that this release does not have."""
+
+
 class Message(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """Base of the datagrams; the class name is the tag."""
 
@@ -191,11 +195,16 @@ def event_to_json(event: events.Event) -> dict[str, Any]:
 
 
 def event_from_json(value: dict[str, Any]) -> events.Event:
-    """Raises WireError on a type or field that is not known."""
+    """Fields that are not known are passed over.
+
+    Raises:
+        UnknownEvent: its type is not known.
+        WireError: its type is known, and its content does not fit.
+    """
     fields = dict(value)
     cls = _EVENTS.get(fields.pop("type", ""))
     if cls is None:
-        raise WireError(f"unknown event {value.get('type')!r}")
+        raise UnknownEvent(f"unknown event {value.get('type')!r}")
     try:
         if cls is events.Alike:
             return _alike_from_json(fields)

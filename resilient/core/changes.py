@@ -53,13 +53,17 @@ class Published:
     """A plan, with all that a later leader has to know.
 
     Attributes:
-        answered: per node, the number of the newest report that the plan takes into account.
+        incarnations: of the nodes that have a rank in it. An agent that came back under the same
+            name does not enter what was meant for its former life.
+        answered: per node, its incarnation and the number of the newest report that the plan takes
+            into account.
         archive: the coordinator's state without what nodes tell anew (see core/takeover.py); None
             where nobody could take over.
     """
 
     plan: Plan
-    answered: Mapping[str, int] = field(default_factory=dict)
+    answered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    incarnations: Mapping[str, int] = field(default_factory=dict)
     archive: State | None = None
 
 

@@ -156,6 +156,7 @@ def _node_left(move: Move, event: ev.NodeLeft) -> None:
             silent=state.silent | (ranks & roster.inside),
             orphans_until_s=move.now_s + config.orphan_timeout_s + config.kill_timeout_s,
             away_until_s=move.now_s + config.orphan_timeout_s + config.quorum_timeout_s,
+            soon_until_s=move.now_s + config.rendezvous_timeout_s,
         )
     if lost:
         move.set(look_due=True)

@@ -26,6 +26,9 @@ Record = ch.Published | ch.Ordered | ch.Closed
 
 MAX_EFFECTS_PER_ORDER = 500
 REPEAT_S = 0.5
+LISTEN_S = 10.0
+"""How long a new leader waits for inventories; the nodes that have not told theirs by then are
+taken for cut off, and come in when they do."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,15 @@ class Known:
     """One node, as the stream has it.
 
     Attributes:
-        newest: number of its newest report that was taken in.
+        newest: number of its newest report that was read.
+        decided: number of the newest that the coordinator has decided about, with all before it.
         joined: its inventory, made for this term.
     """
 
     incarnation: int
     num_slots: int
     newest: int = 0
+    decided: int = 0
     joined: ev.NodeJoined | None = None
 
 
@@ -58,6 +63,8 @@ class LeaderState:
         job: the coordinator's state; None until then.
         queue: records to be written; the first of them is in flight when `in_flight`.
         retry_s: when the first record is tried again.
+        queued_s: since when there is something to be written.
+        listen_until_s: how long inventories are waited for.
         stopped: it leads no more.
     """
 
@@ -74,6 +81,8 @@ class LeaderState:
     queue: tuple[Record, ...] = ()
     in_flight: bool = False
     retry_s: float | None = None
+    queued_s: float | None = None
+    listen_until_s: float | None = None
     num_orders: int = 0
     wake_s: float | None = None
     stopped: bool = False
@@ -194,6 +203,7 @@ class _Turn:
         self.effects: list[LeaderEffect] = []
         self.decisions: list[tuple[ev.Event, ev.Decision]] = []
         self.told: list[ev.Event] = []  # to the coordinator, once equal ones are merged
+        self.read: dict[str, int] = {}  # node -> number of its newest report among those
 
     def set(self, **changes: Any) -> None:
         self.state = replace(self.state, **changes)
@@ -202,17 +212,26 @@ class _Turn:
         known = replace(self.state.nodes[node], **changes)
         self.set(nodes={**self.state.nodes, node: known})
 
-    def tell(self, event: ev.Event) -> None:
+    def tell(self, event: ev.Event, report: ch.Reported | None = None) -> None:
         """Tells the coordinator. Events of members wait for others of their kind (see flush)."""
         if not isinstance(event, ev.MemberEvent):
             self.flush()
         self.told.append(event)
+        if report is not None and report.number:
+            self.read[report.node] = report.number
 
     def flush(self) -> None:
         told, self.told = self.told, []
-        if self.state.job is not None:
-            for event in merged(told, self.state.job.plan, self.state.job.extras):
-                self.decide(event)
+        read, self.read = self.read, {}
+        if self.state.job is None:
+            return
+        events = merged(told, self.state.job.plan, self.state.job.extras)
+        for index, event in enumerate(events):
+            if index == len(events) - 1:  # what is published because of it answers all of them
+                for node, number in read.items():
+                    if node in self.state.nodes:
+                        self.know(node, decided=number)
+            self.decide(event)
 
     def decide(self, event: ev.Event) -> None:
         assert self.state.job is not None
@@ -233,9 +252,7 @@ class _Turn:
                     self.order(orders)
                     orders = []
                     assert self.state.job is not None
-                    answered = {node: known.newest for node, known in self.state.nodes.items()}
-                    archive = takeover.archive(self.state.job)
-                    self.write(ch.Published(plan, answered, archive))
+                    self.publish(plan)
                 case ev.Finish(outcome, _, reason):
                     self.order(orders)
                     orders = []
@@ -245,6 +262,15 @@ class _Turn:
                 case _:
                     orders.append(effect)
         self.order(orders)
+
+    def publish(self, plan: Plan) -> None:
+        """What was read and not decided yet is not answered: it would be lost with this leader."""
+        assert self.state.job is not None
+        known = self.state.nodes
+        answered = {node: (k.incarnation, k.decided) for node, k in known.items()}
+        incarnations = {node: known[node].incarnation for node in plan.nodes if node in known}
+        archive = takeover.archive(self.state.job)
+        self.write(ch.Published(plan, answered, incarnations, archive))
 
     def order(self, effects: Sequence[ev.Effect]) -> None:
         for first in range(0, len(effects), MAX_EFFECTS_PER_ORDER):
@@ -257,7 +283,8 @@ class _Turn:
             self.write(ch.Ordered(self.state.term, number, some, incarnations))
 
     def write(self, record: Record) -> None:
-        self.set(queue=(*self.state.queue, record))
+        queued_s = self.now_s if not self.state.queue else self.state.queued_s
+        self.set(queue=(*self.state.queue, record), queued_s=queued_s)
 
     def stop(self) -> None:
         self.effects.append(Stopped())
@@ -267,7 +294,9 @@ class _Turn:
         state = self.state
         if state.stopped:
             return LeaderDecision(state, (Stopped(),), None, (), "leads no more")
-        times = [time for time in (state.wake_s, state.retry_s) if time is not None]
+        wake_s = None if state.queue else state.wake_s
+        every = (wake_s, state.retry_s, state.listen_until_s)
+        times = [max(time, self.now_s + 0.001) for time in every if time is not None]
         reason = "; ".join(decision.reason for _, decision in self.decisions) or "noted"
         return LeaderDecision(
             state, tuple(self.effects), min(times, default=None), tuple(self.decisions), reason
@@ -352,11 +381,12 @@ def _reported(turn: _Turn, change: ch.Reported) -> None:
                 for report in turn.state.backlog:
                     if report.node == change.node:
                         turn.tell(report.event)
+                turn.read[change.node] = change.number
                 turn.set(backlog=tuple(r for r in turn.state.backlog if r.node != change.node))
     elif turn.state.job is None or known.joined is None:
         turn.set(backlog=(*turn.state.backlog, change))
     else:
-        turn.tell(change.event)
+        turn.tell(change.event, change)
 
 
 def _job_closed(turn: _Turn, change: ch.Closed) -> None:
@@ -371,14 +401,23 @@ def _take_over_if_due(turn: _Turn) -> None:
     state = turn.state
     if state.stopped or state.job is not None or not state.leads or not state.nodes:
         return
+    if state.listen_until_s is None:
+        turn.set(listen_until_s=turn.now_s + LISTEN_S)
+        state = turn.state
+    assert state.listen_until_s is not None
     joined = [known.joined for _, known in sorted(state.nodes.items())]
-    if any(inventory is None for inventory in joined):
-        return
     inventories = [inventory for inventory in joined if inventory is not None]
+    if len(inventories) < len(joined) and turn.now_s < state.listen_until_s:
+        return
+    if not inventories:
+        turn.set(listen_until_s=turn.now_s + LISTEN_S)  # not even this node's own stream is heard
+        return
     backlog = [
         report.event
         for report in state.backlog
-        if report.node in state.nodes and report.incarnation == state.nodes[report.node].incarnation
+        if report.node in state.nodes
+        and report.incarnation == state.nodes[report.node].incarnation
+        and state.nodes[report.node].joined is not None
     ]
     resumed = takeover.resume(
         state.config,
@@ -389,12 +428,17 @@ def _take_over_if_due(turn: _Turn) -> None:
         newest_worker=state.newest_worker,
         ended=state.ended,
     )
-    turn.set(job=resumed.state, backlog=())
+    unheard = {node for node, known in state.nodes.items() if known.joined is None}
+    later = tuple(report for report in state.backlog if report.node in unheard)
+    turn.set(job=resumed.state, backlog=later, listen_until_s=None)
     turn.enqueue(resumed.effects)
     for event in resumed.events:
         turn.tell(event)
     turn.tell(ev.TimePassed())
     turn.flush()
+    for node, known in sorted(turn.state.nodes.items()):
+        if node not in unheard:
+            turn.know(node, decided=known.newest)
 
 
 def _write_if_due(turn: _Turn) -> None:
@@ -413,6 +457,14 @@ def _written(turn: _Turn, event: Written) -> None:
     turn.set(in_flight=False, queue=tuple(rest))
     if isinstance(record, ch.Published):
         turn.set(published=record)
+    job, queued_s = turn.state.job, turn.state.queued_s
+    if not rest and job is not None and queued_s is not None:
+        # Bounds count from when the agents can know: not from when it was decided.
+        late_s = turn.now_s - queued_s
+        turn.set(queued_s=None)
+        if job.deadline_s is not None and late_s > REPEAT_S:
+            job = replace(job, deadline_s=job.deadline_s + late_s)
+            turn.set(job=job, wake_s=job.deadline_s)
 
 
 def _write_failed(turn: _Turn, event: WriteFailed) -> None:
@@ -430,6 +482,8 @@ def _local(turn: _Turn, event: Local) -> None:
 
 def _time_passed(turn: _Turn, event: TimePassed) -> None:
     wake_s = turn.state.wake_s
+    if turn.state.queue:
+        return  # what it has decided is not known yet, and nobody is late
     if turn.state.job is not None and wake_s is not None and turn.now_s >= wake_s:
         turn.tell(ev.TimePassed())
 

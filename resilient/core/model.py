@@ -481,6 +481,7 @@ class State:
         unsure: nobody is left who could tell whether the last generation committed a step.
         looking: the worker that was asked to look there.
         orphans_until_s: when they do so no longer, whatever has become of them.
+        soon_until_s: how long they are waited for where only an older step is on disk.
         away_until_s: how long nobody else's state is waited for, where there is none here.
         quorum_by_s: while there are too few nodes: when that ends the job.
         last_call_over: at the start, nodes beyond the minimum have had their time to come.
@@ -520,6 +521,7 @@ class State:
     looking: Worker | None = None
     orphans_until_s: float | None = None
     away_until_s: float | None = None
+    soon_until_s: float | None = None
     quorum_by_s: float | None = None
     last_call_over: bool = False
     stepped: bool = False  # the current generation has committed a step

@@ -101,12 +101,14 @@ class NodeState:
         told: (incarnation, term) that the inventory was last told for.
         last_order: (term, number) of the newest order carried out.
         plan: newest one seen.
+        is_meant: its members here are of this incarnation.
         entered: generation that this node's members were last told to enter.
         aborted: newest generation that an order has aborted.
         outbox: what no plan has answered yet, in order.
         sent_s: when reports were handed to the rendezvous whose answer is not there yet.
         fenced: it has left its generation by itself and waits, state kept, for a new lease.
-        kill_s: when those who have not left the fenced generation are killed.
+        kill_s: when those who have not left fenced_generation, or an older one, are killed.
+        usual_step_s: measured pace; who computes comes out no sooner than at the end of a step.
         workers: this node's own, living.
         persisted_step: newest complete on disk that one of them has told of.
         decorated: one of them has reached the decorator.
@@ -122,6 +124,7 @@ class NodeState:
     told: tuple[int, int] | None = None
     last_order: tuple[int, int] = (0, 0)
     plan: Plan | None = None
+    is_meant: bool = False
     entered: int = -1
     aborted: int = -1
     outbox: tuple[Report, ...] = ()
@@ -129,6 +132,8 @@ class NodeState:
     next_number: int = 1
     fenced: bool = False
     kill_s: float | None = None
+    fenced_generation: int = -1
+    usual_step_s: float = 0.0
     workers: Mapping[Worker, WorkerReport] = field(default_factory=dict)
     persisted_step: int | None = None
     decorated: bool = False
@@ -418,7 +423,8 @@ def _gone(state: NodeState, change: ch.NodeGone, now_s: float) -> _Result:
 
 
 def _leader_changed(state: NodeState, change: ch.LeaderChanged, now_s: float) -> _Result:
-    state = replace(state, leader_term=max(state.leader_term, change.term))
+    if change.term > state.leader_term:  # who leads now is told what runs here, and decides anew
+        state = replace(state, leader_term=change.term, deferred=())
     mine = change.node == state.config.node and change.term == state.term
     if state.term is None or mine or change.term < state.term:
         return state, [], ""
@@ -427,14 +433,24 @@ def _leader_changed(state: NodeState, change: ch.LeaderChanged, now_s: float) ->
 
 def _published(state: NodeState, change: ch.Published, now_s: float) -> _Result:
     effects: list[NodeEffect] = []
-    answered = change.answered.get(state.config.node, 0)
+    incarnation, answered = change.answered.get(state.config.node, (0, 0))
+    if incarnation != state.incarnation:
+        answered = 0
     kept = tuple(r for r in state.outbox if r.number > answered)
     if len(kept) < len(state.outbox):
         effects.append(Forget(answered))
     state = replace(state, outbox=kept)
     if state.plan is not None and change.plan.generation <= state.plan.generation:
         return state, effects, "an older plan"
-    state, more, reason = _enter_if_due(replace(state, plan=change.plan), now_s)
+    meant = change.incarnations.get(state.config.node) == state.incarnation
+    state = replace(state, plan=change.plan, is_meant=meant)
+    older = _generation_inside(state)
+    if older is not None and older > state.fenced_generation:  # a newer one has begun without it
+        was_fenced = state.fenced
+        state, more, _ = _fence(state, older, "a newer generation has begun", now_s, None)
+        state = replace(state, fenced=was_fenced)
+        effects += more
+    state, more, reason = _enter_if_due(state, now_s)
     return state, effects + more, reason
 
 
@@ -443,19 +459,19 @@ def _enter_if_due(state: NodeState, now_s: float) -> _Result:
     plan = state.plan
     if plan is None or plan.generation <= max(state.entered, state.aborted):
         return state, [], ""
-    if not _members(state):
+    if not _members(state) or not state.is_meant:
         return state, [], "stands by"
     if not may_enter(state, now_s) or state.fenced:
         return state, [], "no lease: enters no generation"
     workers = dict(state.workers)
     for member in plan.members:
         known = workers.get(member.worker)
-        if known is not None:
+        if known is not None and known.status not in INSIDE:
             workers[member.worker] = replace(
                 known, status=Status.ENTERED, slot=member.slot, generation=plan.generation,
                 step=plan.cut.step, holdings=(),
             )  # fmt: skip
-    state = replace(state, entered=plan.generation, kill_s=None, workers=workers)
+    state = replace(state, entered=plan.generation, workers=workers)
     return state, [EnterGeneration(plan)], f"generation {plan.generation}"
 
 
@@ -536,6 +552,8 @@ def _seen(state: NodeState, event: Seen, now_s: float) -> _Result:
     persisted_step = getattr(event.event, "persisted_step", told)
     if isinstance(event.event, ev.WorkerReady):
         state = replace(state, decorated=True)
+    if isinstance(event.event, ev.PaceMeasured):
+        state = replace(state, usual_step_s=event.event.usual_step_s)
     if persisted_step is not None and persisted_step > (state.persisted_step or -1):
         state = replace(state, persisted_step=persisted_step)
     if isinstance(event.event, _ADVICE):
@@ -606,8 +624,13 @@ def _members(state: NodeState) -> list[Worker]:
     return [member.worker for member in members if member.slot.node == state.config.node]
 
 
-def _inside(state: NodeState) -> list[Worker]:
-    return [w for w, known in sorted(state.workers.items()) if known.status in INSIDE]
+def _inside(state: NodeState, up_to: int | None = None) -> list[Worker]:
+    """Those that are in a generation; up_to: in that one or an older one."""
+    return [
+        worker
+        for worker, known in sorted(state.workers.items())
+        if known.status in INSIDE and (up_to is None or known.generation <= up_to)
+    ]
 
 
 def _generation_inside(state: NodeState) -> int | None:
@@ -657,17 +680,18 @@ def _fence(
     A machine that was frozen until after that has missed it in any case: then what its workers hold
     is worth more than their haste.
     """
-    kill_s = now_s + state.config.interrupt_timeout_s
+    kill_s = now_s + max(state.config.interrupt_timeout_s, 3 * state.usual_step_s)
     if by_s is not None and by_s - state.config.fence_margin_s / 2 > now_s:
         kill_s = min(kill_s, by_s - state.config.fence_margin_s / 2)
-    return replace(state, fenced=True, kill_s=kill_s), [Fence(generation, reason)], reason
+    state = replace(state, fenced=True, kill_s=kill_s, fenced_generation=generation)
+    return state, [Fence(generation, reason)], reason
 
 
 def _kill_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result | None:
     """Kills those who have not left a generation that this node has fenced itself out of."""
     if state.kill_s is None:
         return None
-    inside = _inside(state)
+    inside = _inside(state, up_to=state.fenced_generation)
     if inside and now_s < state.kill_s:
         return None
     kills: list[NodeEffect] = [

@@ -73,6 +73,7 @@ def archive(state: State) -> State:
         quorum_by_s=None,
         orphans_until_s=None,
         away_until_s=None,
+        soon_until_s=None,
     )
 
 
@@ -107,8 +108,9 @@ def resume(
     numbers += [state.next_number - 1, newest_worker]
     state = replace(state, next_number=max(numbers) + 1)
     if plan is not None:
-        leaving = {event.worker for event in backlog if isinstance(event, _LEAVING)}
-        roster = _roster(plan, reports, leaving)
+        left = (event for event in backlog if isinstance(event, _LEAVING))
+        leaving = {event.worker for event in left if event.generation == plan.generation}
+        roster = _roster(plan, reports, leaving) if ended is None else _waiting(plan, reports)
         forming = bool(roster.entered | roster.joined)
         state = replace(
             state,
@@ -125,7 +127,7 @@ def resume(
             # Nobody is left who could say whether they made a step.
             state = replace(state, stepped=True, unsure=True)
     came = [here[node] for node in sorted(here) if node not in same]
-    left = [
+    gone = [
         ev.NodeLeft(node, "gone before this leader came", state.incarnations.get(node, 0), False)
         for node in sorted(state.nodes)
         if node not in here
@@ -144,11 +146,13 @@ def resume(
     elif plan is not None:
         move.do(ev.OpenStore(plan.generation + 1))
     # Who came first: with them, those who left may not be too many.
-    return Resumed(move.state, tuple(move.effects), (*came, *left, *backlog, *lost))
+    return Resumed(move.state, tuple(move.effects), (*came, *gone, *backlog, *lost))
 
 
 def _roster(
-    plan: Plan, reports: Mapping[Worker, WorkerReport], leaving: Iterable[Worker]
+    plan: Plan,
+    reports: Mapping[Worker, WorkerReport],
+    leaving: Iterable[Worker],
 ) -> Roster:
     """What the members do. One that has left its generation is still inside here: how it left is
     in the backlog, and is judged as if it came now. So is one whose process is gone."""
@@ -167,6 +171,16 @@ def _roster(
         entered=from_ranks(ranks[Status.ENTERED]),
         joined=from_ranks(ranks[Status.JOINED]),
         restored=from_ranks(ranks[Status.RESTORED]),
+    )
+
+
+def _waiting(plan: Plan, reports: Mapping[Worker, WorkerReport]) -> Roster:
+    """The members at the end of the job: who has left its generation is let go in peace."""
+    status = {m.rank: reports[m.worker].status for m in plan.members if m.worker in reports}
+    outside = (Status.READY, Status.FINISHED)
+    return Roster(
+        ready=from_ranks([rank for rank, known in status.items() if known in outside]),
+        restored=from_ranks([rank for rank, known in status.items() if known not in outside]),
     )
 
 

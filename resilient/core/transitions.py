@@ -233,8 +233,9 @@ def _enforce(move: Move, inside: Ranks) -> None:
         move.drop(killed)
         _decide(move)
         return
-    held = move.state.roster.holdings or any(e.holdings for e in move.state.extras.values())
-    may_extend = not (held or move.state.extended or move.drain_is_over)
+    held, _ = _newest_held(move)
+    at_least = max(move.state.committed_step, move.state.plan.cut.step if move.state.plan else 0)
+    may_extend = not (held >= at_least or move.state.extended or move.drain_is_over)
     if may_extend and move.state.committed_step > 0:
         move.set(extended=True)
         move.enter(Phase.STOPPING, config.last_holder_timeout_s)
@@ -399,7 +400,11 @@ def _may_hold_more(move: Move, cut: Cut | None) -> bool:
     leaving = any(k.status in INSIDE and not k.killed for k in state.extras.values())
     if leaving and not move.expired:
         return True
-    if not state.away or (cut is not None and not _is_unsure(move, cut)):
+    if not state.away:
+        return False
+    if cut is not None and cut.kind is CutKind.DISK:
+        return _wait_until(move, state.soon_until_s, "nodes that are away may hold a newer step")
+    if cut is not None and not _is_unsure(move, cut):
         return False
     return _wait_until(move, state.away_until_s, "only nodes that are away may hold the state")
 

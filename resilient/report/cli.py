@@ -42,11 +42,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    summary = summarize(read_journal(find_journal(arguments.logdir)))
+    path = find_journal(arguments.logdir)
+    summary = summarize(read_journal(path))
     if arguments.json:
         print(json.dumps(summary_to_json(summary), indent=2))
-    else:
-        print(summary_text(summary))
+        return 0
+    print(summary_text(summary))
+    if path != arguments.logdir:  # of several journals there, the newest
+        print(f"journal: {path}")
     return 0
 
 
@@ -59,6 +62,8 @@ def _status(arguments: argparse.Namespace) -> int:
     elif summary.outcome is None:
         print("no agent answers: the job was killed")
     print(summary_text(summary))
+    if path != arguments.logdir:
+        print(f"journal: {path}")
     return 0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +27,14 @@ class Record:
 
     Attributes:
         now_s: when, on the agent's monotonic clock.
-        event: what had happened; None where a newer version wrote a kind that is not known here.
+        event: what had happened; None where a newer version wrote a kind that is not known here,
+            or where its content does not read.
         phase: the coordinator's phase after the decision, by its value ("running", ...).
         effects: what was done about it, as JSON values with a "type" each.
         reason: for people.
+        line: its number in the file; the header's is 1.
+        event_json: the event as the file has it, with a "type"; empty where it is no object.
+        unread: what is wrong with the content of an event of a known kind; "": nothing.
     """
 
     now_s: float
@@ -37,6 +42,9 @@ class Record:
     phase: str
     effects: tuple[dict[str, Any], ...] = ()
     reason: str = ""
+    line: int = 0
+    event_json: dict[str, Any] = field(default_factory=dict)
+    unread: str = ""
 
     def effects_of(self, *names: str) -> list[dict[str, Any]]:
         """The effects of these types, in order."""
@@ -67,18 +75,25 @@ def find_journal(directory: str) -> str:
     """
     if os.path.isfile(directory):
         return directory
-    if not os.path.isdir(directory):
+    if not os.path.exists(directory):
         raise ConfigError(f"there is no directory {directory!r}: give the job's log directory")
+    if not os.path.isdir(directory):
+        raise ConfigError(_neither(directory))
     found = []
     candidates = [directory]
-    with os.scandir(directory) as entries:
-        candidates += [entry.path for entry in entries if entry.is_dir()]
+    try:
+        with os.scandir(directory) as entries:
+            candidates += [entry.path for entry in entries if entry.is_dir()]
+    except OSError as error:
+        raise ConfigError(f"cannot read the directory {directory!r}: {error.strerror}") from None
     for candidate in candidates:
         path = os.path.join(candidate, FILE_NAME)
         try:
-            found.append((os.stat(path).st_mtime_ns, path))
+            status = os.stat(path)
         except OSError:
             continue
+        if stat.S_ISREG(status.st_mode):
+            found.append((status.st_mtime_ns, path))
     if not found:
         raise ConfigError(
             f"no {FILE_NAME} in {directory!r} or in a directory in it: give the directory that "
@@ -94,6 +109,8 @@ def read_journal(path: str) -> Journal:
         ConfigError: the file cannot be read, or its first line is not a journal's.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ConfigError(_neither(path))  # to open a pipe would wait for somebody to write
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
@@ -113,8 +130,8 @@ def read_journal(path: str) -> Journal:
             f"{path!r} is a journal of version {header['version']}; this release reads {VERSION}"
         )
     records, num_unreadable = [], 0
-    for line in lines[1:]:
-        record = _parse(line)
+    for number, line in enumerate(lines[1:], start=2):
+        record = _parse(line, number)
         if record is None:
             num_unreadable += 1
         else:
@@ -122,7 +139,14 @@ def read_journal(path: str) -> Journal:
     return Journal(path, header, tuple(records), num_unreadable)
 
 
-def _parse(line: bytes) -> Record | None:
+def _neither(path: str) -> str:
+    return (
+        f"{path!r} exists, and is neither a journal's file nor a directory: give the job's log "
+        "directory, or the journal in it"
+    )
+
+
+def _parse(line: bytes, number: int) -> Record | None:
     try:
         value = json.loads(line)
         now_s = float(value["now"])
@@ -132,8 +156,12 @@ def _parse(line: bytes) -> Record | None:
         reason = str(value.get("reason", ""))
     except (ValueError, KeyError, TypeError):
         return None
+    event, unread = None, ""
     try:
         event = wire.event_from_json(event_value)
-    except (wire.WireError, TypeError, ValueError):
-        event = None
-    return Record(now_s, event, phase, effects, reason)
+    except wire.UnknownEvent:
+        pass
+    except (wire.WireError, TypeError, ValueError, AttributeError) as error:
+        unread = str(error)
+    event_json = event_value if isinstance(event_value, dict) else {}
+    return Record(now_s, event, phase, effects, reason, number, event_json, unread)

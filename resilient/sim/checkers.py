@@ -232,15 +232,15 @@ class Checks:
         steps = self.cluster.contents.steps
         own = max((steps[c] for c in self.valid_copies(process, base)), default=0)
         others = [
-            content
+            steps[content]
             for _, other in self.cluster.living()
             if other is not process and not other.doomed and other.agent.runs
             for content in self.valid_copies(other, base)
         ]
         self.ensure(
-            own == 0 or bool(others) or self.cluster.newest_on_disk() is not None,
+            own - 1 <= max([*others, self.cluster.newest_on_disk() or 0]),
             "no copy is killed",
-            f"{process.worker} was the last to hold any step, {own}: {reason}",
+            f"{process.worker} was the last to hold step {own}: {reason}",
         )
 
     def on_leader_decision(

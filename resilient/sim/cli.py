@@ -36,6 +36,7 @@ class Verdict:
         outcome: of the job, by its value; what it was doing where it has not ended.
         checker: whose promise was broken; None: every promise was kept.
         text: what was seen, in one line.
+        trace: where it was asked for.
     """
 
     seed: int
@@ -44,11 +45,18 @@ class Verdict:
     trace_hash: str
     checker: str | None = None
     text: str = ""
+    trace: tuple[str, ...] = ()
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "run", help="simulated clusters under random faults; prints what fails and how to repeat it"
+        "run",
+        help="simulated clusters under random faults; prints what fails and how to repeat it",
+        description="Runs one simulated job for each seed, and prints those that break a promise. "
+        "The summary counts how the jobs ended: an end that is justified by what struck, "
+        "unrecoverable too, is no failure.",
+        epilog="Exit code: 0 every promise was kept; 1 one was broken; "
+        "2 the command line is wrong.",
     )
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument(
@@ -56,7 +64,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="FIRST:END",
         type=_seeds,
         default=_seeds(DEFAULT_SEEDS),
-        help=f"without END, or a single one (default: {DEFAULT_SEEDS})",
+        help=f"END is not included; or a single seed (default: {DEFAULT_SEEDS})",
     )
     seeds.add_argument("--seed", metavar="N", type=_seeds, dest="seeds", help="a single one")
     parser.add_argument(
@@ -97,17 +105,28 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--trace is for a single seed: give --seed N")
     simulate = functools.partial(run, num_nodes=arguments.nodes)
     began_s = time.monotonic()
-    verdicts = []
-    for verdict in _verdicts(simulate, seeds, arguments.jobs, arguments.trace):
-        verdicts.append(verdict)
-        if arguments.hash:
-            print(f"{verdict.seed} {verdict.trace_hash}", flush=True)
-        if verdict.checker is not None:
-            print(_failure_text(verdict, arguments.nodes), flush=True)
-            if arguments.shrink:
-                print(_shrunk_text(simulate, verdict.seed), flush=True)
-    print(_summary_text(verdicts, time.monotonic() - began_s))
-    return 1 if any(verdict.checker is not None for verdict in verdicts) else 0
+    verdicts: list[Verdict] = []
+    try:
+        for verdict in _verdicts(simulate, seeds, arguments.jobs, arguments.trace):
+            verdicts.append(verdict)
+            if arguments.trace:
+                print("\n".join(verdict.trace))
+            if arguments.hash:
+                print(f"{verdict.seed} {verdict.trace_hash}", flush=True)
+            if verdict.checker is not None:
+                print(_failure_text(verdict, arguments.nodes), flush=True)
+                if arguments.shrink:
+                    print(_shrunk_text(simulate, verdict.seed), flush=True)
+        if arguments.shrink and not _num_failed(verdicts):
+            print("every promise was kept: there is nothing to shrink")
+        print(_summary_text(verdicts, time.monotonic() - began_s))
+    except BrokenPipeError:
+        pass  # nobody reads on: what is known by now is the result
+    return 1 if _num_failed(verdicts) else 0
+
+
+def _num_failed(verdicts: Sequence[Verdict]) -> int:
+    return sum(verdict.checker is not None for verdict in verdicts)
 
 
 def _verdicts(simulate: Simulate, seeds: range, num_jobs: int, trace: bool) -> Iterator[Verdict]:
@@ -123,10 +142,9 @@ def _verdicts(simulate: Simulate, seeds: range, num_jobs: int, trace: bool) -> I
 
 def _judge(simulate: Simulate, seed: int, *, trace: bool) -> Verdict:
     result = simulate(seed)
-    if trace:
-        print("\n".join(result.trace))
     outcome = "not ended" if result.outcome is None else result.outcome.value
-    verdict = Verdict(seed, outcome, result.sim_s, result.trace_hash)
+    shown = tuple(result.trace) if trace else ()
+    verdict = Verdict(seed, outcome, result.sim_s, result.trace_hash, trace=shown)
     if result.violation is None:
         return verdict
     seen = result.violation.text.strip().splitlines() or [""]
@@ -157,11 +175,11 @@ def _shrunk_text(simulate: Simulate, seed: int) -> str:
 
 
 def _summary_text(verdicts: Sequence[Verdict], wall_s: float) -> str:
-    num_failed = sum(verdict.checker is not None for verdict in verdicts)
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     sim_s = sum(verdict.sim_s for verdict in verdicts)
     return (
-        f"{len(verdicts)} seeds: {num_failed} failed; "
+        f"{len(verdicts)} {'seed' if len(verdicts) == 1 else 'seeds'}: "
+        f"{_num_failed(verdicts)} failed; "
         f"{sim_s:.0f} s simulated in {wall_s:.1f} s; {told}"
     )

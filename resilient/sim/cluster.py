@@ -20,7 +20,7 @@ from resilient.sim.content import Contents
 from resilient.sim.faults import HURT_S, Fault, Settings
 from resilient.sim.network import Network
 from resilient.sim.processes import Process
-from resilient.sim.show import show
+from resilient.sim.show import settings_lines, show
 from resilient.sim.store import Store
 from resilient.sim.strikes import Strikes
 from resilient.sim.timeline import Timeline
@@ -131,6 +131,8 @@ class Cluster:
 
     def run(self, bound_s: float) -> None:
         """To the end of the job. Raises CheckFailed; bound_s: from the heal to the end."""
+        for line in settings_lines(self.settings):
+            self.note("cluster", line)
         for host in self.hosts:
             self.timeline.after(self.rng.uniform(0.0, 3.0), lambda host=host: self.boot(host))  # type: ignore[misc]
         self.timeline.after(EXPIRE_EVERY_S, self._expire)

@@ -6,13 +6,15 @@ change is known not to have, on a real job; and what did is shown where it matte
 
 What is compared is the phase and the effects in order. Texts for people (reason, note) are not, and
 a field that only one of the two releases knows is not either: a field that was added is no
-decision. After a difference the replay goes on from today's state, with events that answered the
-decisions of then: later differences may only follow from the first.
+decision. Such fields are counted, so that nobody takes them for equal. After a difference the
+replay goes on from today's state, with events that answered the decisions of then: later
+differences may only follow from the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -66,12 +68,25 @@ class Difference:
     reason: str
 
 
+@dataclass(frozen=True)
+class Replayed:
+    """What came of it.
+
+    Attributes:
+        differences: in the order of the records.
+        of_one: fields of effects that only one side has, with how often; "PublishPlan.plan".
+    """
+
+    differences: tuple[Difference, ...]
+    of_one: Counter[str]
+
+
 def replay(
     config: Config,
     records: Iterable[Recorded],
     to_json: Callable[[Effect], Mapping[str, Any]],
-) -> Iterator[Difference]:
-    """Feeds the events, at their times, to `coordinator.step`; yields what is decided otherwise.
+) -> Replayed:
+    """Feeds the events, at their times, to `coordinator.step`; returns what is decided otherwise.
 
     Args:
         to_json: an effect as the journal has it.
@@ -79,26 +94,55 @@ def replay(
         ConfigError: config is not one that a job can have today.
     """
     state = coordinator.initial(config)
+    differences: list[Difference] = []
+    of_one: Counter[str] = Counter()
     for recorded in records:
         try:
             decision = coordinator.step(state, recorded.event, recorded.now_s)
         except Exception as error:  # a core that fails on a real job is what one wants to hear of
             where = f"phase: {recorded.phase} then, {type(error).__name__}: {error} today"
-            yield Difference(recorded, RAISED, (), where, "")
+            differences.append(Difference(recorded, RAISED, (), where, ""))
             continue
         state = decision.state
         effects = tuple(to_json(effect) for effect in decision.effects)
+        for then, today in zip(recorded.effects, effects, strict=False):
+            of_one.update(fields_of_one(then, today))
         found = _first_difference(
             {"phase": recorded.phase, "effects": recorded.effects},
             {"phase": state.phase.value, "effects": effects},
         )
         if found is not None:
-            yield Difference(recorded, state.phase.value, effects, found, decision.reason)
+            differences.append(
+                Difference(recorded, state.phase.value, effects, found, decision.reason)
+            )
+    return Replayed(tuple(differences), of_one)
+
+
+def fields_of_one(then: Mapping[str, Any], today: Mapping[str, Any]) -> set[str]:
+    """The fields of an event or effect that only one of its two forms has; "PublishPlan.plan".
+
+    None where the types differ: then it is another one, and not the same with other fields.
+    """
+    if then.get("type") != today.get("type"):
+        return set()
+    return set(_of_one(then, today, str(today.get("type"))))
+
+
+def _of_one(then: object, today: object, path: str) -> Iterator[str]:
+    if isinstance(then, Mapping) and isinstance(today, Mapping):
+        yield from (f"{path}.{key}" for key in (then.keys() ^ today.keys()) - TEXTS)
+        for key in then.keys() & today.keys():
+            yield from _of_one(then[key], today[key], f"{path}.{key}")
+    elif isinstance(then, list | tuple) and isinstance(today, list | tuple):
+        for one, other in zip(then, today, strict=False):
+            yield from _of_one(one, other, path)
 
 
 def _first_difference(then: object, today: object, path: str = "") -> str | None:
     """Where two JSON values differ first, and how; None where they do not."""
     if isinstance(then, Mapping) and isinstance(today, Mapping):
+        if then.get("type") != today.get("type"):
+            return f"{path}.type: {then.get('type')} then, {today.get('type')} today"
         for key in then:
             if key in today and key not in TEXTS:
                 found = _first_difference(then[key], today[key], f"{path}.{key}" if path else key)

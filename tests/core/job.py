@@ -144,7 +144,7 @@ class Job:
             self.num_old = len(self.orders)
             self.published = record
             answered = record.answered
-            self.reports = [r for r in self.reports if r.number > answered.get(r.node, 0)]
+            self.reports = [r for r in self.reports if r.number > answered.get(r.node, (0, 0))[1]]
         elif isinstance(record, ch.Ordered):
             self.orders.append(record)
         return [record, ld.Written()]

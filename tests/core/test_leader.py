@@ -63,7 +63,9 @@ def test_a_plan_says_which_reports_it_answers() -> None:
     job.ready("w2@n1")
     assert job.published is not None
     newest = {"n0": before["n0"], "n1": job.num_reports}
-    assert job.published.answered == newest
+    answered = {node: number for node, (_, number) in job.published.answered.items()}
+    assert answered == newest
+    assert job.published.incarnations == {"n0": 1, "n1": 2}
 
 
 # ---------------------------------------------------------------- writing
@@ -282,3 +284,45 @@ def test_a_node_that_is_told_of_again_is_the_same_one() -> None:
     num_events = len(job.events)
     job.feed(report)
     assert len(job.events) == num_events
+
+
+def test_a_plan_does_not_answer_what_came_with_the_report_that_led_to_it() -> None:
+    """A report that is read and not decided about would be lost with this leader."""
+    job = training()
+    job.exited("w1@n1")
+    job.feed(job.left("w0", 40))
+    assert job.core is not None
+    (slot,) = [w for w in job.core.extras if w.node == "n1"]
+    ready = job.reported("n1", ev.WorkerReady(slot))
+    drain = job.reported("n0", ev.DrainRequested(15))
+    job.feed(ld.Batch((ready, drain)))
+    assert job.published is not None and job.published.plan.generation == 1
+    assert job.published.answered["n0"][1] < drain.number
+    assert job.published.answered["n1"][1] == ready.number
+
+
+def test_a_leader_does_not_wait_for_ever_for_a_node_that_only_renews_its_lease() -> None:
+    job = training()
+    job.elect("n1")
+    job.joined("n1", "w1@n1/0:restored:g0:s40")
+    assert job.state is not None and job.state.job is None
+    assert job.wake_s == job.now_s + ld.LISTEN_S
+    lines = job.at(job.now_s + ld.LISTEN_S)
+    assert job.core is not None  # and without n0 it goes on
+    assert lines[0] == "abort 0: w1@n1"
+
+
+def test_bounds_count_from_when_the_agents_can_know() -> None:
+    """An abort that could not be written makes nobody late."""
+    job = training()
+    job.answers = False
+    job.feed(job.left("w0", 40))
+    assert job.core is not None and job.core.deadline_s == job.now_s + 5.0
+    start_s = job.now_s
+    job.at(start_s + 4.0)
+    for answer in job.take():
+        job.feed(answer)
+    job.answers = True
+    assert job.core.deadline_s == start_s + 9.0
+    assert job.at(start_s + 5.0) == []
+    assert job.at(start_s + 9.0) != []

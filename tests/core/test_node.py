@@ -35,8 +35,8 @@ def plan(generation: int, *nodes: str) -> Plan:
     return Plan(generation, members, ("h", 1), Cut(CutKind.INITIAL, 0))
 
 
-def published(plan: Plan, answered: int = 0) -> n.Changed:
-    return n.Changed(ch.Published(plan, {"n0": answered}))
+def published(plan: Plan, answered: int = 0, inc: int = 1) -> n.Changed:
+    return n.Changed(ch.Published(plan, {"n0": (inc, answered)}, {"n0": inc}))
 
 
 def ordered(*effects: ev.Effect, term: int = 1, number: int = 1) -> n.Changed:
@@ -254,7 +254,8 @@ def test_alone_in_its_generation_it_stops_before_the_lease_ends() -> None:
     assert agent.tell(published(plan(1, "n0"))) == []  # enters nothing
     agent.tell(n.LeaseLost())
     agent.tell(n.Registered(2, 60.0))
-    assert agent.tell(published(plan(2, "n0"))) == [n.EnterGeneration(plan(2, "n0"))]
+    assert agent.tell(published(plan(2, "n0"))) == []  # meant for its former life
+    assert agent.tell(published(plan(3, "n0"), inc=2)) == [n.EnterGeneration(plan(3, "n0"))]
 
 
 def test_among_others_it_goes_on_until_it_sees_a_fault() -> None:
@@ -465,3 +466,71 @@ def test_the_end_of_the_job_is_told_once() -> None:
     assert agent.tell(closed) == [n.End("over", Outcome.DRAINED)]
     assert agent.tell(closed) == [] and agent.at(8.0) == []
     assert agent.tell(ordered(KILL, number=9)) == []
+
+
+def test_a_plan_for_its_former_life_is_not_entered() -> None:
+    """It was decided before anybody knew that this agent came back."""
+    agent = Agent(ends_s=10.0)
+    agent.enter(plan(0, "n0"))
+    agent.tell(LEFT)
+    agent.tell(n.LeaseLost())
+    agent.tell(n.Registered(2, 60.0))
+    agent.store()
+    assert agent.tell(published(plan(1, "n0"), inc=1)) == []
+    assert agent.tell(published(plan(2, "n0"), inc=2)) == [n.EnterGeneration(plan(2, "n0"))]
+
+
+@pytest.mark.parametrize("nodes", [("n0",), ("n1",)])
+def test_a_newer_plan_ends_the_generation_before_it(nodes: tuple[str, ...]) -> None:
+    """Whoever reads that there is a newer one has the proof that its own is over."""
+    agent = Agent()
+    agent.enter(plan(0, "n0", "n1"))
+    effects = agent.tell(published(plan(1, *nodes)))
+    assert effects[0] == n.Fence(0, "a newer generation has begun")
+    assert agent.state.workers[W0].generation == 0  # it has not entered anything
+    assert agent.at(5.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
+
+
+def test_who_stays_in_an_older_generation_is_killed_whatever_others_enter() -> None:
+    agent = Agent(ends_s=100.0)
+    agent.enter(plan(0, "n0", "n0"))
+    agent.now_s = 1.0
+    agent.tell(n.LeaseLost())
+    assert n.Fence(0, "registered anew") in agent.tell(n.Registered(2, 100.0))
+    agent.tell(LEFT)
+    agent.store()
+    agent.tell(published(plan(1, "n0"), inc=2))
+    assert agent.state.workers[W0].generation == 1
+    assert agent.at(6.0) == [n.CarryOut(ev.KillWorker(W1, LATE))]
+
+
+def test_what_a_plan_answers_is_of_one_incarnation() -> None:
+    """Numbers begin anew with an agent: those of a former life answer nothing of this one."""
+    agent = Agent()
+    agent.tell(n.Seen(STEPPED))
+    answered = {"n0": (9, 40)}
+    agent.tell(n.Changed(ch.Published(plan(1, "n1"), answered, {"n1": 2})))
+    assert [report.number for report in agent.state.outbox] == [1]
+
+
+def test_deferred_orders_end_with_the_term_that_gave_them() -> None:
+    """The next leader is told what runs here, and decides from that."""
+    agent = Agent(ends_s=10.0)
+    agent.tell(n.Changed(ch.LeaderChanged("n1", 1)))
+    agent.now_s = 8.5
+    agent.tell(ordered(ev.StartWorker(W0, Slot("n0", 0))))
+    agent.tell(n.Changed(ch.LeaderChanged("n2", 2)))
+    effects = agent.tell(n.Renewed(20.0))
+    assert not [effect for effect in effects if isinstance(effect, n.CarryOut)]
+
+
+def test_long_steps_have_longer_to_come_out() -> None:
+    agent = Agent(ends_s=100.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.tell(n.Seen(ev.PaceMeasured(30.0)))
+    agent.tell(n.LeaseLost())
+    agent.tell(n.Registered(2, 100.0))
+    agent.store()
+    assert agent.at(89.0) == []
+    agent.tell(n.Renewed(200.0))
+    assert agent.at(90.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
