@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,29 @@ from resilient.core import events as ev
 from resilient.core.model import Config, ErrorInfo, Holding, Phase, State, Worker
 
 NODE = "a"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def line(value: dict[str, Any]) -> bytes:
     return json.dumps(value).encode() + b"\n"
+
+
+def code_without_a_reader(arguments: Sequence[str]) -> int:
+    """The exit code of `resilient ...` whose output goes into a pipe that nobody reads."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "resilient.cli", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    finally:
+        os.close(write_end)
+    assert done.stderr == b"", done.stderr.decode()
+    return done.returncode
 
 
 class Job:

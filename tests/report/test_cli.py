@@ -14,7 +14,7 @@ import pytest
 
 from resilient.cli import main
 from resilient.report import cli
-from tests.report.journals import Job
+from tests.report.journals import Job, code_without_a_reader
 
 ROOT = Path(__file__).resolve().parents[2]
 NOW = {
@@ -45,6 +45,20 @@ def test_report(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run_dir.parent)]) == 0
     out = capsys.readouterr().out
     assert "recovery 1: rank 2 died (SIGKILL), at step 40: 500 ms" in out
+    assert out.endswith(f"\njournal: {run_dir / 'journal.jsonl'}\n"), "the one it chose"
+    assert main(["report", str(run_dir / "journal.jsonl")]) == 0
+    assert "journal:" not in capsys.readouterr().out, "it was named"
+
+
+def test_report_that_nobody_reads(run_dir: Path) -> None:
+    assert code_without_a_reader(["report", str(run_dir)]) == 0
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("resilient ")
 
 
 def test_report_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,8 @@ def test_a_line_in_the_middle_that_does_not_read_is_counted(tmp_path: Path) -> N
     journal = read_journal(str(path))
     assert journal.num_unreadable == 1
     assert len(journal.records) == len(lines) - 1
+    numbers = [record.line for record in journal.records]
+    assert numbers == [2, 3, 4, *range(6, len(lines) + 2)], "those of the file, without line 5"
     assert "do not read: 1" in summary_text(summarize(journal))
 
 
@@ -78,7 +80,29 @@ def test_an_event_of_a_newer_version_is_passed_over(tmp_path: Path) -> None:
     )
     (record,) = read_journal(str(path)).records
     assert record.event is None
+    assert record.unread == "", "that is no mistake"
     assert record.phase == "running"
+
+
+@pytest.mark.parametrize(
+    ("event", "says"),
+    [
+        ({"type": "WorkerReady", "worker": 5}, "bad WorkerReady: "),
+        ({"type": "Alike", "event": "x"}, ""),
+        ({"type": "Alike"}, ""),
+        ({"type": []}, ""),
+        (None, ""),
+        ("text", ""),
+    ],
+)
+def test_an_event_that_does_not_read(tmp_path: Path, event: object, says: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(
+        line({"version": 1}) + line({"now": 1.0, "event": event, "phase": "running", "effects": []})
+    )
+    (record,) = read_journal(str(path)).records
+    assert record.event is None
+    assert record.unread.startswith(says)
 
 
 def test_another_version(tmp_path: Path) -> None:

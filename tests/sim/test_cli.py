@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from resilient.cli import main
-from resilient.core.model import Outcome
+from resilient.core.model import Cut, CutKind, Outcome, Plan
 from resilient.sim import cli, faults
 from resilient.sim.run import run
+from resilient.sim.show import show
 from tests.sim.mutants import resume_too_early
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,45 @@ def test_the_command_that_a_failure_names_repeats_it(capsys: pytest.CaptureFixtu
     assert out[:3] == ["0.000 3 faults to come", "12.500 it happens", first]
 
 
+def test_one_seed_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "run", "--seed", "4", "--shrink"]) == 0
+    nothing, summary = lines_of(capsys)
+    assert nothing == "every promise was kept: there is nothing to shrink"
+    assert summary.startswith("1 seed: 0 failed; ")
+
+
+class Closed:
+    """Output that nobody reads after some lines."""
+
+    def __init__(self, num_lines: int) -> None:
+        self.num_left = num_lines
+
+    def write(self, text: str) -> int:
+        self.num_left -= text.count("\n")
+        if self.num_left < 0:
+            raise BrokenPipeError
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--seeds", "0:25"], 1),
+        (["--seed", "13", "--trace"], 1),
+        (["--seed", "14", "--trace"], 0),
+        (["--seeds", "4:10"], 0),
+    ],
+)
+@pytest.mark.parametrize("num_lines", [0, 1])
+def test_the_exit_code_is_that_of_the_result_whoever_reads_on(
+    arguments: list[str], code: int, num_lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Closed(num_lines))
+    assert main(["sim", "run", *arguments]) == code
+
+
 def test_hashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "run", "--seeds", "4:6", "--hash"]) == 0
     assert lines_of(capsys)[:2] == ["4 hash-4", "5 hash-5"]
@@ -157,6 +197,20 @@ def hashes(hash_seed: str) -> list[str]:
         done.stdout + done.stderr
     )  # whether they fail is not the point
     return [line for line in done.stdout.splitlines() if len(line.split()) == 2]
+
+
+def test_a_trace_begins_with_what_was_drawn() -> None:
+    first, second = run(1, num_nodes=3).trace[:2]
+    assert re.match(
+        r"0\.000 cluster nodes 3, slots of each \d, with ranks 1 to [123] nodes, ", first
+    )
+    assert re.search(r"spares of each \d, replace (yes|no), checkpoints ", first)
+    assert re.match(r"0\.000 cluster lease 10 s, .*; timeouts in s: interrupt 5, ", second)
+
+
+def test_a_plan_that_begins_anew_has_no_holders() -> None:
+    assert any(" initial 0" in text for text in run(1, num_nodes=3).trace)
+    assert show(Plan(0, (), ("a", 1), Cut(CutKind.INITIAL, 0, ()))) == "0[] initial 0"
 
 
 def test_a_trace_depends_on_its_seed_alone() -> None:

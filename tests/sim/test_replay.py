@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from resilient.cli import main
 from resilient.core import coordinator
 from resilient.core.model import Config
+from resilient.errors import ConfigError
+from resilient.report import read_journal
 from resilient.sim.replay import brief
-from tests.report.journals import Job, line
+from tests.report.journals import Job, code_without_a_reader, line
 from tests.sim.mutants import resume_too_early
 from tests.sim.record import RECORDED, run_job
 
@@ -65,7 +68,8 @@ def test_a_recorded_job_is_decided_as_it_was(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert code == 0, HOW + out
     assert "decisions: the same today" in out
-    assert "left out" not in out, HOW + out
+    assert "note:" not in out, HOW + out
+    assert "not compared" not in out, "every field of today is in it, and no other"
     text = RECORDED.read_text()
     assert '"status":-9,"step":5' in text, "the recorded job has a kill"
     assert text.count('"type":"PublishPlan"') == 2, "and a recovery"
@@ -85,7 +89,8 @@ def test_a_real_job_is_decided_the_same_and_by_a_broken_core_otherwise(
     path = run_job(tmp_path)
     num_decisions = len(path.read_text().splitlines()) - 1
     assert main(["sim", "replay", str(tmp_path / "logs")]) == 0
-    assert capsys.readouterr().out == f"{num_decisions} decisions: the same today\n"
+    out = capsys.readouterr().out
+    assert out == f"journal: {path}\n{num_decisions} decisions: the same today\n"
     resume_too_early(monkeypatch)
     assert main(["sim", "replay", str(path)]) == 1
     out = capsys.readouterr().out
@@ -138,7 +143,41 @@ def test_texts_and_fields_of_other_releases_are_no_difference(
     effect["reason"] = "said otherwise"  # and no "generation", as if that had been added since
     change(journal, number, lambda record: record.update(effects=[effect], reason="in short"))
     assert main(["sim", "replay", str(journal)]) == 0
-    assert "the same today" in capsys.readouterr().out
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == (
+        "note: fields that only one of the two releases knows, not compared: "
+        "AbortGeneration.added (once), AbortGeneration.generation (once)"
+    )
+    assert out[1].endswith("the same today")
+
+
+def test_what_is_missing_everywhere_is_counted(
+    journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An effect without its content, an event with more or less than it has today."""
+    for nth in range(2):
+        change(
+            journal,
+            line_of(journal, "PublishPlan", nth),
+            lambda record: [effect.pop("plan", None) for effect in record["effects"]],
+        )
+    number = line_of(journal, "WorkerExited")
+    change(journal, number, lambda record: record["event"].update(mood="bad"))
+    change(journal, number, lambda record: record["event"].pop("note", None))
+    assert main(["sim", "replay", str(journal)]) == 0
+    note = capsys.readouterr().out.splitlines()[0]
+    assert note.startswith("note: fields that only one of the two releases knows, not compared: ")
+    assert "PublishPlan.plan (2 times)" in note
+    assert "WorkerExited.mood (once)" in note
+
+
+def test_an_effect_without_a_type_is_a_difference(
+    journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = line_of(journal, "WorkerExited")
+    change(journal, number, lambda record: record.update(effects=[{}]))
+    assert main(["sim", "replay", str(journal)]) == 1
+    assert "effects[0].type: None then, AbortGeneration today" in capsys.readouterr().out
 
 
 def test_the_first_ten_or_all(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,6 +243,54 @@ def test_events_that_are_not_known_are_counted(
     assert out.startswith("note: events not known to this release, and left out: 2\n")
 
 
+def test_events_that_do_not_read_are_told_with_their_lines(
+    journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = len(journal.read_text().splitlines())
+    change(journal, number, lambda record: record["event"].update(worker="nobody"))
+    assert main(["sim", "replay", str(journal)]) == 0
+    note, last = capsys.readouterr().out.splitlines()
+    assert note.startswith(
+        f"note: events that do not read, and left out: 1: line {number}, bad WorkerExited: "
+    )
+    assert last == f"{number - 2} decisions: the same today"
+
+
+def test_lines_are_those_of_the_file(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    number = line_of(journal, "WorkerExited")
+    change(journal, number, lambda record: record.update(phase="running"))
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([*lines[:3], b"}{\n", *lines[3:]]))
+    assert main(["sim", "replay", str(journal)]) == 1
+    out = capsys.readouterr().out
+    assert f"\nline {number + 1}, at 3.000 s: " in out
+    assert out.rstrip().endswith(f"the first at line {number + 1}")
+
+
+def test_a_journal_without_a_decision_proves_nothing(
+    journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = journal.read_bytes().splitlines(keepends=True)[0]
+    for more, says in [(b"", "nothing had happened yet"), (b"}{\n", "that this release can read")]:
+        journal.write_bytes(header + more)
+        assert main(["sim", "replay", str(journal)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1
+        assert says in captured.err
+
+
+@pytest.mark.parametrize("every", [[], ["--all"]])
+def test_the_exit_code_is_that_of_the_result_whoever_reads_on(
+    journal: Path, every: list[str]
+) -> None:
+    number = line_of(journal, "WorkerExited")
+    change(journal, number, lambda record: record.update(phase="x" * 100_000))
+    assert code_without_a_reader(["sim", "replay", str(journal), *every]) == 1
+    change(journal, number, lambda record: record.update(phase="stopping"))
+    assert code_without_a_reader(["sim", "replay", str(journal), *every]) == 0
+
+
 def test_torn_and_unreadable_lines(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = journal.read_bytes()
     num_records = whole.count(b"\n") - 1
@@ -241,6 +328,25 @@ def test_bad_files_are_one_line(
 def test_no_journal_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "replay", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith("resilient: there is no directory")
+
+
+def test_what_is_no_file_is_told_and_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody will ever write into the pipe."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for command in (["sim", "replay"], ["report"], ["status"]):
+        for path in (pipe, "/dev/null"):
+            assert main([*command, str(path)]) == 2
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert captured.err.count("\n") == 1
+            assert "neither a journal's file nor a directory" in captured.err
+    os.mkfifo(tmp_path / "journal.jsonl")
+    assert main(["sim", "replay", str(tmp_path)]) == 2
+    with pytest.raises(ConfigError, match="neither"):
+        read_journal(str(pipe))
 
 
 def test_values_are_shown_in_one_short_line() -> None:
