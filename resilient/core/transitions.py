@@ -410,8 +410,8 @@ def _may_hold_more(move: Move, cut: Cut | None) -> bool:
 
 
 def _is_unsure(move: Move, cut: Cut) -> bool:
-    """Whether a start from nothing may throw steps away that nobody here knows of."""
-    return move.state.unsure and cut.kind is CutKind.INITIAL
+    """Whether a start from nothing or from disk may throw steps away that nobody here knows of."""
+    return move.state.unsure and cut.kind is not CutKind.MEMORY
 
 
 def _looks_at_disk(move: Move, chosen: Membership, cut: Cut | None) -> bool:
