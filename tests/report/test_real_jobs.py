@@ -91,7 +91,9 @@ def test_a_killed_rank_is_reported_with_phases_that_add_up(tmp_path: Path) -> No
     assert 0 < value["effective_training_time_ratio"] < 1
     report = look("report", str(tmp_path / "logs"))
     assert "recovery 1: rank 1 died (SIGKILL), at step 5" in report
-    assert report.strip() in stderr, "the end of a run prints the same"
+    text, _, path = report.partition("\njournal: ")
+    assert text in stderr, "the end of a run prints the same"
+    assert path.strip().endswith("journal.jsonl"), "and the report of a directory which one it is"
 
 
 def test_an_unmodified_script_that_restarts(tmp_path: Path) -> None:
