@@ -7,7 +7,7 @@ generation has lived for a while, and twice as long for a node each time that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from resilient.core.model import Slot, State, Status, Worker
@@ -40,6 +40,13 @@ def slots_of(state: State, node: str) -> Iterator[Slot]:
         slot = Slot(node, local_rank)
         if slot not in state.excluded:
             yield slot
+
+
+def usable_nodes(state: State) -> Collection[str]:
+    """The nodes that have a slot which is not excluded."""
+    bad = {slot.node for slot in state.excluded}
+    bare = {node for node in bad & state.nodes.keys() if not any(slots_of(state, node))}
+    return state.nodes.keys() - bare if bare else state.nodes.keys()
 
 
 def standby_nodes(state: State) -> list[Standby]:

@@ -75,12 +75,14 @@ class Ordered:
         number: counts up within the term. An order has an effect once: (term, number) only grows.
         incarnations: of the nodes that it concerns. An agent that came back under the same name
             reads orders to its former life, and they are none of its.
+        decorated: the script is. Told once, before the first plan, for leaders to come.
     """
 
     term: int
     number: int
     effects: tuple[Effect, ...]
     incarnations: Mapping[str, int] = field(default_factory=dict)
+    decorated: bool = False
 
 
 @dataclass(frozen=True)

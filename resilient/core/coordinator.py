@@ -578,7 +578,7 @@ TABLE: dict[type[Any], dict[Phase, Handler]] = {
     ev.HealthCheckFailed: _row(
         _health,      _health,      _health,      _health,      _health,      _no),
     ev.Persisted: _row(
-        _no,          _no,          _no,          _persisted,   _no,          _no),
+        _persisted,   _no,          _no,          _persisted,   _no,          _no),
     ev.DrainRequested: _always(_drain),
     ev.TimePassed: _always(_no),
     ev.Alike: _always(_alike),

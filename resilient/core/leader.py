@@ -58,6 +58,7 @@ class LeaderState:
         published: the last plan, this leader's own or an older one.
         newest_worker: the highest number that an older leader has ordered a worker to be started
             with, since the last plan.
+        decorated: an older leader has heard that the script is.
         ended: the outcome that an older leader has told the workers of, and why.
         backlog: reports that came before everybody had told what it runs.
         job: the coordinator's state; None until then.
@@ -75,6 +76,7 @@ class LeaderState:
     leads: bool = False
     published: ch.Published | None = None
     newest_worker: int = -1
+    decorated: bool = False
     ended: tuple[Outcome, str] | None = None
     backlog: tuple[ch.Reported, ...] = ()
     job: State | None = None
@@ -219,6 +221,8 @@ class _Turn:
         self.told.append(event)
         if report is not None and report.number:
             self.read[report.node] = report.number
+        if not isinstance(event, ev.MemberEvent):
+            self.flush()  # who has a rank may be another question from here on
 
     def flush(self) -> None:
         told, self.told = self.told, []
@@ -239,7 +243,10 @@ class _Turn:
             return
         decision = coordinator.step(self.state.job, event, self.now_s)
         self.decisions.append((event, decision))
+        is_news = decision.state.decorated and not self.state.job.decorated
         self.set(job=decision.state, wake_s=decision.wake_s)
+        if is_news and self.state.published is None:
+            self.order((), decorated=True)  # the next leader could not know
         self.enqueue(decision.effects)
 
     def enqueue(self, effects: Iterable[ev.Effect]) -> None:
@@ -272,7 +279,11 @@ class _Turn:
         archive = takeover.archive(self.state.job)
         self.write(ch.Published(plan, answered, incarnations, archive))
 
-    def order(self, effects: Sequence[ev.Effect]) -> None:
+    def order(self, effects: Sequence[ev.Effect], *, decorated: bool = False) -> None:
+        if decorated:
+            number = self.state.num_orders + 1
+            self.set(num_orders=number)
+            self.write(ch.Ordered(self.state.term, number, (), decorated=True))
         for first in range(0, len(effects), MAX_EFFECTS_PER_ORDER):
             number = self.state.num_orders + 1
             some = tuple(effects[first : first + MAX_EFFECTS_PER_ORDER])
@@ -356,6 +367,7 @@ def _published(turn: _Turn, change: ch.Published) -> None:
 def _ordered(turn: _Turn, change: ch.Ordered) -> None:
     if change.term == turn.state.term:
         return
+    turn.set(decorated=turn.state.decorated or change.decorated)
     for effect in change.effects:
         if isinstance(effect, ev.StartWorker):
             turn.set(newest_worker=max(turn.state.newest_worker, effect.worker.number))
@@ -426,6 +438,7 @@ def _take_over_if_due(turn: _Turn) -> None:
         backlog,
         turn.now_s,
         newest_worker=state.newest_worker,
+        decorated=state.decorated,
         ended=state.ended,
     )
     unheard = {node for node, known in state.nodes.items() if known.joined is None}

@@ -85,6 +85,7 @@ def resume(
     now_s: float,
     *,
     newest_worker: int = -1,
+    decorated: bool = False,
     ended: tuple[Outcome, str] | None = None,
 ) -> Resumed:
     """The state of a leader that takes over.
@@ -93,10 +94,11 @@ def resume(
         published: the last plan; None: there is none yet.
         inventories: of every node that has a lease, made for this leader.
         backlog: what the nodes reported since that plan, in order.
+        decorated: an older leader has heard that the script is.
         newest_worker: the highest number of a worker that was started since.
         ended: the outcome that an older leader has told the workers of: it stands.
     """
-    state = State(config)
+    state = State(config, decorated=decorated)
     plan = None
     if published is not None:
         plan = published.plan

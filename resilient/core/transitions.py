@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from resilient.core import events as ev
-from resilient.core.capacity import growth_due_s, slots_of
+from resilient.core.capacity import growth_due_s, slots_of, usable_nodes
 from resilient.core.cut import newest_cut
 from resilient.core.membership import Membership, choose_members, held_by, members_of
 from resilient.core.model import (
@@ -133,9 +133,10 @@ def _wait_for_first_nodes(move: Move) -> bool:
     """Whether the first world is formed of the nodes that are there now."""
     state, config = move.state, move.state.config
     num_slots = sum(state.nodes.values()) - sum(s.node in state.nodes for s in state.excluded)
+    num_nodes = len(usable_nodes(state))
     few = ""
-    if len(state.nodes) < config.min_nodes:
-        few = f"{len(state.nodes)} of at least {config.min_nodes} nodes are there"
+    if num_nodes < config.min_nodes:
+        few = f"{num_nodes} of at least {config.min_nodes} nodes are there"
     elif num_slots < max(config.min_world_size, 1):
         few = f"{num_slots} of at least {config.min_world_size} slots are there"
     if few:
@@ -143,7 +144,7 @@ def _wait_for_first_nodes(move: Move) -> bool:
         if state.nodes or state.quorum_by_s is not None:
             _wait_for_nodes(move, few)
         return False
-    if len(state.nodes) >= config.max_nodes or state.last_call_over:
+    if num_nodes >= config.max_nodes or state.last_call_over:
         move.set(deadline_s=None, quorum_by_s=None)
         return True
     if state.quorum_by_s is not None or state.deadline_s is None:
@@ -182,7 +183,7 @@ def kill_late(move: Move, workers: Iterable[Worker], reason: str) -> None:
 
 def _form(move: Move, store: tuple[str, int]) -> None:
     """The first plan: a worker in every slot, ranks in the order of nodes and slots."""
-    nodes = sorted(move.state.nodes)[: move.state.config.max_nodes]
+    nodes = sorted(usable_nodes(move.state))[: move.state.config.max_nodes]
     slots = [slot for node in nodes for slot in slots_of(move.state, node)]
     first = move.state.next_number
     there = {known.slot: w for w, known in sorted(move.state.extras.items()) if not known.killed}

@@ -172,7 +172,10 @@ class World:
         return (
             not self.is_broken
             and len(self.ranks) == self.plan.world_size
-            and all(process.stage == "training" for process in self.ranks.values())
+            and all(
+                process.stage == "training" and process.generation == self.generation
+                for process in self.ranks.values()
+            )
         )
 
     def _try_step(self) -> None:

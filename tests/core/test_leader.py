@@ -9,7 +9,7 @@ import pytest
 from resilient.core import changes as ch
 from resilient.core import events as ev
 from resilient.core import leader as ld
-from resilient.core.model import Config, Holding, Outcome, Phase, Plan, Slot, Worker
+from resilient.core.model import Config, Holding, Outcome, Phase, Plan, Slot, Status, Worker
 from resilient.errors import ConfigError
 from tests.core.job import CONFIG, Job, show, training
 from tests.core.scenario import parse_worker
@@ -105,7 +105,7 @@ def test_one_write_at_a_time_and_the_same_again_when_it_failed() -> None:
     assert job.feed(ld.WriteFailed("again")) == []
     job.in_flight.clear()
     assert job.at(job.now_s + ld.REPEAT_S) == ["abort 0: w1@n1", "start w2 n0/0"]
-    assert [order.number for order in job.orders[-2:]] == [2, 3]
+    assert [order.number for order in job.orders[-2:]] == [3, 4]
 
 
 def test_a_plan_is_written_before_the_orders_that_follow_from_it() -> None:
@@ -326,3 +326,36 @@ def test_bounds_count_from_when_the_agents_can_know() -> None:
     assert job.core.deadline_s == start_s + 9.0
     assert job.at(start_s + 5.0) == []
     assert job.at(start_s + 9.0) != []
+
+
+def test_what_comes_with_an_inventory_is_of_those_it_tells_of() -> None:
+    """The reports behind it are of workers that have no rank any more, and say so for themselves."""
+    job = training(replace(CONFIG, max_nodes=3), num_nodes=3)
+    job.gone("n1")
+    job.gone("n2")
+    job.feed(job.left("w0", 40))
+    for node in ("n1", "n2"):
+        job.arrive(node)
+    words = {"n1": "w1@n1/0:restored:g0:s41", "n2": "w2@n2/0:restored:g0:s41"}
+    joined = [job.reported(node, job.inventory(node, word)) for node, word in words.items()]
+    reports = [job.left(word, 41) for word in ("w1@n1", "w2@n2")]
+    job.feed(ld.Batch((*joined, *reports)))
+    assert job.core is not None
+    told = [known.status for worker, known in job.core.extras.items() if worker.node != "n0"]
+    assert Status.RESTORED not in told
+
+
+def test_the_next_leader_knows_that_the_script_is_decorated() -> None:
+    """Whoever told of it may be gone before the first plan."""
+    job = Job(CONFIG)
+    job.arrive("n0")
+    job.arrive("n1")
+    job.elect("n0")
+    job.joined("n0")
+    job.joined("n1")
+    job.report("n0", ev.WorkerReady(Worker("n0", 0)))
+    assert any(order.decorated for order in job.orders)
+    job.gone("n0")
+    job.elect("n1")
+    job.joined("n1", "w1@n1/0:starting")
+    assert job.core is not None and job.core.decorated
