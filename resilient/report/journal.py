@@ -121,13 +121,14 @@ def read_journal(path: str) -> Journal:
         lines, torn = [torn], b""  # a header without its newline: complete or not, json tells
     try:
         header = json.loads(lines[0]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or "version" not in header:
         raise ConfigError(f"{path!r} is not a journal: its first line says nothing of a version")
-    if header["version"] != VERSION:
+    version = header["version"]
+    if type(version) is not int or version != VERSION:
         raise ConfigError(
-            f"{path!r} is a journal of version {header['version']}; this release reads {VERSION}"
+            f"{path!r} is a journal of version {version!r}; this release reads {VERSION}"
         )
     records, num_unreadable = [], 0
     for number, line in enumerate(lines[1:], start=2):
@@ -154,7 +155,7 @@ def _parse(line: bytes, number: int) -> Record | None:
         phase = str(value["phase"])
         effects = tuple(effect for effect in value.get("effects", ()) if isinstance(effect, dict))
         reason = str(value.get("reason", ""))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return None
     event, unread = None, ""
     try:

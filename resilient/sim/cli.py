@@ -23,6 +23,8 @@ from resilient.sim.shrink import shrink
 DEFAULT_SEEDS = "0:100"
 DEFAULT_NUM_NODES = 8
 MAX_SEEDS_AT_ONCE = 16
+MAX_SEEDS = 10_000_000
+MAX_JOBS = 256
 
 Simulate = Callable[..., Result]
 """`sim.run.run` for a cluster of some size: (seed), and faults= for these faults only."""
@@ -94,6 +96,8 @@ def _seeds(text: str) -> range:
         seeds = range(0)
     if not seeds or seeds[0] < 0:
         raise argparse.ArgumentTypeError(f"no seeds in {text!r}: give N, or FIRST:END")
+    if seeds[-1] - seeds[0] >= MAX_SEEDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MAX_SEEDS} seeds")
     return seeds
 
 
@@ -136,7 +140,7 @@ def _verdicts(simulate: Simulate, seeds: range, num_jobs: int, trace: bool) -> I
         yield from map(judge, seeds)
         return
     at_once = max(1, min(MAX_SEEDS_AT_ONCE, len(seeds) // (4 * num_jobs)))
-    with ProcessPoolExecutor(num_jobs) as pool:
+    with ProcessPoolExecutor(min(num_jobs, MAX_JOBS, len(seeds))) as pool:
         yield from pool.map(judge, seeds, chunksize=at_once)
 
 

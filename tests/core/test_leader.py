@@ -329,7 +329,7 @@ def test_bounds_count_from_when_the_agents_can_know() -> None:
 
 
 def test_what_comes_with_an_inventory_is_of_those_it_tells_of() -> None:
-    """The reports behind it are of workers that have no rank any more, and say so for themselves."""
+    """The reports behind it are of workers without a rank, which speak for themselves."""
     job = training(replace(CONFIG, max_nodes=3), num_nodes=3)
     job.gone("n1")
     job.gone("n2")
