@@ -108,6 +108,7 @@ class NodeState:
         sent_s: when reports were handed to the rendezvous whose answer is not there yet.
         fenced: it has left its generation by itself and waits, state kept, for a new lease.
         kill_s: when those who have not left fenced_generation, or an older one, are killed.
+        has_killed: they were; kill_s is when it is reported that they did not end.
         usual_step_s: measured pace; who computes comes out no sooner than at the end of a step.
         workers: this node's own, living.
         persisted_step: newest complete on disk that one of them has told of.
@@ -133,6 +134,7 @@ class NodeState:
     fenced: bool = False
     kill_s: float | None = None
     fenced_generation: int = -1
+    has_killed: bool = False
     usual_step_s: float = 0.0
     workers: Mapping[Worker, WorkerReport] = field(default_factory=dict)
     persisted_step: int | None = None
@@ -683,7 +685,9 @@ def _fence(
     kill_s = now_s + max(state.config.interrupt_timeout_s, 3 * state.usual_step_s)
     if by_s is not None and by_s - state.config.fence_margin_s / 2 > now_s:
         kill_s = min(kill_s, by_s - state.config.fence_margin_s / 2)
-    state = replace(state, fenced=True, kill_s=kill_s, fenced_generation=generation)
+    state = replace(
+        state, fenced=True, kill_s=kill_s, fenced_generation=generation, has_killed=False
+    )
     return state, [Fence(generation, reason)], reason
 
 
@@ -694,10 +698,18 @@ def _kill_if_due(state: NodeState, event: NodeEvent, now_s: float) -> _Result | 
     inside = _inside(state, up_to=state.fenced_generation)
     if inside and now_s < state.kill_s:
         return None
+    if not inside:
+        return replace(state, kill_s=None, has_killed=False), [], ""
+    if state.has_killed:  # nothing of ours ends these: whoever leads has to do without them
+        step = max(state.workers[worker].step for worker in inside)
+        note = "does not end after SIGKILL"
+        hung = ev.WorkersHung(state.fenced_generation, tuple(inside), step, now_s, note)
+        return _enqueue(replace(state, kill_s=None, has_killed=False), hung), [], note
     kills: list[NodeEffect] = [
         CarryOut(ev.KillWorker(worker, "did not leave its generation in time")) for worker in inside
     ]
-    return replace(state, kill_s=None), kills, "killing what does not stop" if kills else ""
+    by_s = now_s + state.config.interrupt_timeout_s
+    return replace(state, kill_s=by_s, has_killed=True), kills, "killing what does not stop"
 
 
 def _tell_inventory(state: NodeState, event: NodeEvent, now_s: float) -> _Result | None:

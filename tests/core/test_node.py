@@ -534,3 +534,20 @@ def test_long_steps_have_longer_to_come_out() -> None:
     assert agent.at(89.0) == []
     agent.tell(n.Renewed(200.0))
     assert agent.at(90.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
+
+
+def test_who_does_not_end_after_a_kill_is_reported() -> None:
+    """Nobody watches it any more, and a leader would take it for one that restores."""
+    agent = Agent(ends_s=100.0)
+    agent.enter(plan(0, "n0", "n1"))
+    agent.tell(n.LeaseLost())
+    agent.tell(n.Registered(2, 100.0))
+    agent.store()
+    assert agent.at(5.0) == [n.CarryOut(ev.KillWorker(W0, LATE))]
+    (effect,) = agent.at(10.0)
+    assert isinstance(effect, n.SendReports)
+    hung = effect.reports[-1][1]
+    assert isinstance(hung, ev.WorkersHung)
+    assert (hung.generation, hung.workers) == (0, (W0,))
+    agent.store()
+    assert agent.at(50.0) == []
