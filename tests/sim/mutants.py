@@ -32,7 +32,6 @@ from resilient.core import (
 )
 from resilient.core import changes as ch
 from resilient.core import events as ev
-from resilient.core.changes import Change
 from resilient.core.events import Event
 from resilient.core.membership import Membership
 from resilient.core.model import (
@@ -289,11 +288,6 @@ def does_not_wait_for_inventories(right: Callable[..., None], turn: Any) -> None
 def writes_a_record_once(right: Callable[..., None], turn: Any, event: Any) -> None:
     """A record whose write has not been answered is not written again."""
     turn.set(in_flight=False, queue=turn.state.queue[1:])
-
-
-@mistake((leader._HANDLERS, ch.NodeGone))
-def does_not_see_who_is_gone(right: Callable[..., None], turn: Any, change: Change) -> None:
-    """The end of a lease does not reach the coordinator."""
 
 
 def _forgets(**fields: Any) -> Callable[..., takeover.Resumed]:
