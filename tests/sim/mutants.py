@@ -449,12 +449,6 @@ def keeps_members_among_the_extras(right: Callable[..., None], move: Move, *rest
     move.set(extras={**extras, **move.state.extras})
 
 
-@mistake((membership._Draft, "newest_held"), slow=True)
-def leaves_the_last_copy_standing_by(right: Callable[..., int], *_: Any) -> int:
-    """Nodes that have a rank keep it, whoever holds a newer step."""
-    return 10**9
-
-
 # ---------------------------------------------------------------- from which step it goes on
 
 
