@@ -21,6 +21,7 @@ from resilient.core import changes as ch
 from resilient.core import coordinator, takeover
 from resilient.core import events as ev
 from resilient.core.model import Config, Outcome, Plan, State, Worker
+from resilient.core.ranks import from_ranks, spans
 
 Record = ch.Published | ch.Ordered | ch.Closed
 
@@ -545,16 +546,5 @@ def merged(
             told.append(group[0][1])
         else:
             group.sort(key=lambda one: one[0])
-            told.append(ev.Alike(group[0][1], _spans(rank for rank, _ in group)))
+            told.append(ev.Alike(group[0][1], spans(from_ranks(rank for rank, _ in group))))
     return told
-
-
-def _spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending ranks as (first, last) spans."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and rank <= spans[-1][1] + 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    return tuple(spans)
