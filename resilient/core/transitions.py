@@ -143,6 +143,8 @@ def _wait_for_first_nodes(move: Move) -> bool:
         move.set(last_call_over=False)
         if state.nodes or state.quorum_by_s is not None:
             _wait_for_nodes(move, few)
+        else:  # the bound of a last call that all have left
+            move.set(deadline_s=None)
         return False
     if num_nodes >= config.max_nodes or state.last_call_over:
         move.set(deadline_s=None, quorum_by_s=None)
